@@ -1,0 +1,129 @@
+"""Domain values that travel between tiers, as frozen dataclasses.
+
+They mirror `tetrarch.common.v1`; `services.common.convert` maps one to the other. Shapes: P prompt tokens,
+R response tokens.
+
+Invariants of a `Sample`: `tokens` has P + R entries; `loss_mask` and `log_probs` have R; `versions` cover
+0..R in order without gaps (or are empty, for data no engine produced); `log_probs` is 0 where the mask is 0.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+class SampleStatus(enum.IntEnum):
+    """How a generation ended; numbers equal the proto's."""
+
+    COMPLETED = 1
+    TRUNCATED = 2
+    ABORTED = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt drawn from the data set of a run. `tokens`: int32 [P]."""
+
+    group_id: str
+    ordinal: int
+    epoch: int
+    row: int
+    text: str
+    label: str
+    tokens: np.ndarray
+    metadata_json: str = ""
+    messages_json: str = ""
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens [start, end) produced by one weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer. `tokens`: int32 [P + R]; `loss_mask`: uint8 [R]; `log_probs`: float32 [R]."""
+
+    sample_id: str
+    group_id: str
+    index: int
+    status: SampleStatus
+    prompt_length: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    log_probs: np.ndarray
+    response: str = ""
+    reward: float | None = None
+    unscored_reason: str = ""
+    reward_details: dict[str, float] = field(default_factory=dict)
+    versions: tuple[VersionSpan, ...] = ()
+    turn_count: int = 1
+    tool_seconds: float = 0.0
+    metadata_json: str = ""
+    engine_id: str = ""
+
+    @property
+    def response_length(self) -> int:
+        """Number of response tokens, environment tokens included."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def min_version(self) -> int:
+        """Oldest weight version in the response; 0 when no engine produced it."""
+        return min((span.version for span in self.versions), default=0)
+
+    @property
+    def max_version(self) -> int:
+        """Newest weight version in the response; 0 when no engine produced it."""
+        return max((span.version for span in self.versions), default=0)
+
+    def problem(self) -> str:
+        """One sentence about a broken invariant, or an empty string."""
+        length = self.response_length
+        if not 0 < self.prompt_length <= len(self.tokens):
+            return f"sample {self.sample_id}: prompt_length {self.prompt_length} does not fit {len(self.tokens)} tokens"
+        for name in ("loss_mask", "log_probs"):
+            if len(getattr(self, name)) != length:
+                return f"sample {self.sample_id}: {name} has {len(getattr(self, name))} entries for {length} tokens"
+        if self.versions:
+            edges = [(span.start, span.end) for span in self.versions]
+            contiguous = edges[0][0] == 0 and edges[-1][1] == length
+            if not contiguous or any(a[1] != b[0] for a, b in zip(edges, edges[1:], strict=False)):
+                return f"sample {self.sample_id}: version spans {edges} do not cover its {length} response tokens"
+        return ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt, in order of index."""
+
+    group_id: str
+    ordinal: int
+    samples: tuple[Sample, ...]
+    generate_seconds: float = 0.0
+    score_seconds: float = 0.0
+
+    @property
+    def min_version(self) -> int:
+        """Oldest weight version in the group."""
+        return min((sample.min_version for sample in self.samples), default=0)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings; None means the engine's default. `temperature` 0 is greedy decoding."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
