@@ -1,0 +1,162 @@
+"""Child processes that never outlive their parent and are ended by pid.
+
+Invariants: a child leads a process group of its own; it receives SIGKILL when the thread that started it
+ends (Linux PR_SET_PDEATHSIG), so a killed supervisor leaves no orphan; stopping it signals the whole group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_in_use(port: int, host: str = "127.0.0.1") -> bool:
+    """True when nothing can bind the port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+class ManagedProcess:
+    """A child process with its output.
+
+    Args:
+        name: for messages.
+        argv: program and arguments.
+        env: variables added to this process's environment.
+        log_path: file that receives output as well; its directory is made.
+        on_line: called with every line of output (stdout and stderr together).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log_path: str | Path | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.argv = list(argv)
+        self._env = {**os.environ, **(env or {})}
+        self._log_path = Path(log_path) if log_path else None
+        self._on_line = on_line
+        self._lines: deque[str] = deque(maxlen=200)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while running or before the start."""
+        return self._process.returncode if self._process else None
+
+    @property
+    def running(self) -> bool:
+        """True between start and end."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Starts the child."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self.argv,
+            env=self._env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            limit=1 << 20,
+        )
+        self._reader = asyncio.create_task(self._read(), name=f"output of {self.name}")
+
+    async def _read(self) -> None:
+        assert self._process and self._process.stdout
+        with contextlib.ExitStack() as stack:
+            log = None
+            if self._log_path:
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(self._log_path.open("a", encoding="utf-8"))
+            while True:
+                try:
+                    raw = await self._process.stdout.readline()
+                except ValueError:  # a line longer than the limit: skip what is buffered of it
+                    continue
+                if not raw:
+                    return
+                line = raw.decode("utf-8", "replace").rstrip()
+                self._lines.append(line)
+                if log:
+                    log.write(line + "\n")
+                    log.flush()
+                if self._on_line:
+                    self._on_line(line)
+
+    def tail(self, count: int = 20) -> list[str]:
+        """Last lines of output."""
+        return list(self._lines)[-count:]
+
+    async def wait(self) -> int:
+        """Waits for the end; returns the exit status."""
+        assert self._process, "start() comes first"
+        status = await self._process.wait()
+        if self._reader:
+            # A grandchild may hold the pipe open; its output is not worth waiting for.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._reader), 1.0)
+        return status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the child's group; nothing when it is gone."""
+        if self._process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def stop(self, grace_seconds: float = 5.0) -> int | None:
+        """SIGTERM, then SIGKILL to the group after `grace_seconds`; returns the exit status."""
+        if not self._process:
+            return None
+        if self._process.returncode is None:
+            self.signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), grace_seconds)
+            except TimeoutError:
+                pass
+        self.signal(signal.SIGKILL)  # grandchildren too
+        status = await self._process.wait()
+        if self._reader:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        return status
