@@ -1,0 +1,294 @@
+"""Ports of the rollout node towards inference engines and their router.
+
+The node's core codes against these Protocols; `services.rollout.adapters` implements them. This module knows
+no engine, no HTTP and no torch. Shapes: P prompt tokens, R response tokens.
+
+Invariants every adapter keeps:
+- `len(output_ids) == len(log_probs) == R` and `versions` cover 0..R in order without gaps (empty if R == 0).
+- `log_probs` are the log-probabilities of the sampled tokens under softmax(logits / temperature), before
+  top-k and top-p. At temperature 0 (greedy) they are those of temperature 1.
+- A request that `RequestLimits.check` refuses never reaches an engine.
+- Every failure is a `ServiceError`; no call outlives its timeout by more than a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from services.common.errors import Code, ServiceError
+from services.common.records import SamplingParams, VersionSpan
+
+CHECKSUM_ALGORITHM = "sha256-64"
+PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to complete `sample_count` times.
+
+    Args:
+        request_id: unique; sample i is known to the engine as `request_id` with a suffix.
+        input_ids: P token ids.
+        sampling: `max_new_tokens` must be set.
+        extra: engine-specific sampling keys of the user (`min_p`, `repetition_penalty`, …).
+    """
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sample_count: int = 1
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion. `output_ids`: int32 [R], the stop token included; `log_probs`: float32 [R]."""
+
+    text: str
+    output_ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: str
+    """"stop" (stop token or string), "length", or "abort" (what was produced before the abort is kept)."""
+    versions: tuple[VersionSpan, ...]
+    engine_url: str | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What an engine can take; beyond it an engine answers with an obscure error or dies."""
+
+    vocab_size: int
+    context_length: int
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise `ServiceError` INVALID_ARGUMENT (INVALID_FIELD, TOKEN_OUT_OF_RANGE or PROMPT_TOO_LONG)."""
+        name, length = request.request_id, len(request.input_ids)
+        budget = request.sampling.max_new_tokens
+        if not length:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT, "INVALID_FIELD", f"Request {name} has no prompt tokens.", request_id=name
+            )
+        if budget is None or budget < 1 or request.sample_count < 1:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+                f"Request {name} asks for {request.sample_count} samples of {budget} tokens: both must be at least 1.",
+                request_id=name,
+            )
+        worst = max(request.input_ids, key=lambda token: token if token >= 0 else self.vocab_size - token)
+        if not 0 <= worst < self.vocab_size:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "TOKEN_OUT_OF_RANGE",
+                f"Request {name} has token id {worst}, but the model's vocabulary ends at {self.vocab_size - 1}: "
+                "use the tokenizer that belongs to the checkpoint.",
+                request_id=name,
+                token=worst,
+                vocab_size=self.vocab_size,
+            )
+        if length + budget > self.context_length:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "PROMPT_TOO_LONG",
+                f"Request {name} needs {length} prompt + {budget} new tokens, but the engine's context is "
+                f"{self.context_length}: shorten the prompt or lower rollout_max_response_len.",
+                request_id=name,
+                prompt_length=length,
+                max_new_tokens=budget,
+                context_length=self.context_length,
+            )
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a running engine says of itself. Constant for the life of its process."""
+
+    kind: str
+    engine_version: str
+    torch_version: str
+    nccl_version: str
+    """Empty without CUDA."""
+    backends: tuple[str, ...]
+    """Collective backends it can join, best first."""
+    collective_env: Mapping[str, str]
+    """Environment on which every member of a weight group must agree."""
+    vocab_size: int
+    context_length: int
+    rank_count: int
+    max_running: int
+    """Requests it decodes at the same time."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Bounds of the requests it accepts."""
+        return RequestLimits(self.vocab_size, self.context_length)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A weight group to join: rank 0 is the trainer's; this engine takes rank_offset … + rank_count - 1."""
+
+    name: str
+    backend: str
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as it is sent: Hugging Face name, dtype ("float32", "bfloat16", …) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChecksumRule:
+    """The engine's tensor `engine_name` is the byte concatenation of the sent tensors `source_names`."""
+
+    engine_name: str
+    source_names: tuple[str, ...]
+
+
+class Engine(Protocol):
+    """One running inference server, seen through its control API.
+
+    Methods raise `ServiceError`: UNAVAILABLE/ENGINE_UNAVAILABLE when it does not answer,
+    DEADLINE_EXCEEDED/ENGINE_TIMEOUT, FAILED_PRECONDITION or INTERNAL/ENGINE_REFUSED with the engine's own
+    sentence, and INTERNAL/TRANSFER_FAILED from `receive_bucket` (the engine's weights are unknown then).
+    """
+
+    url: str
+    checksum_algorithm: str
+    """Empty when the engine cannot say what it holds."""
+
+    async def health(self, timeout: float) -> bool:
+        """True when it serves; never raises."""
+
+    async def info(self) -> EngineInfo:
+        """Facts about the running engine."""
+
+    async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
+        """Complete on this very engine, past the router; same contract as `Router.generate`."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop decoding. retract: running requests go back to the queue and are recomputed later; in_place:
+        they keep their KV cache; abort: they end now with finish_reason "abort". New requests wait."""
+
+    async def resume(self) -> None:
+        """Decode again."""
+
+    async def flush_cache(self) -> bool:
+        """Drop the prefix cache. False when the engine could not because requests hold it."""
+
+    async def abort_all(self) -> None:
+        """End all requests, running and waiting, with finish_reason "abort"."""
+
+    async def join_group(self, group: GroupSpec, timeout: float) -> None:
+        """Join a weight group; returns when the collective stands. The trainer must join at the same time."""
+
+    async def leave_group(self, name: str, timeout: float) -> None:
+        """Leave the group; leaving a group it is not in is not an error."""
+
+    async def begin_update(self) -> None:
+        """Open an update; required before `receive_bucket`. A no-op on engines that do not know the notion."""
+
+    async def receive_bucket(self, specs: Sequence[TensorSpec], group_name: str, timeout: float) -> None:
+        """Receive one flat byte tensor (`flat_bytes`) by broadcast from rank 0 and load it. If this raises
+        before the engine joined the broadcast, the trainer's side hangs until it is aborted."""
+
+    async def end_update(self) -> None:
+        """Close an update: post-load work runs once."""
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksum of every tensor the engine holds, by engine name (`checksum_algorithm`)."""
+
+    async def checksum_rules(self, specs: Sequence[TensorSpec]) -> list[ChecksumRule]:
+        """How the engine's tensors are made from `specs`. Engine tensors no rule names are not verified;
+        raises FAILED_PRECONDITION/TENSORS_UNKNOWN when a sent tensor has no place in the engine."""
+
+    async def set_version(self, version: int) -> None:
+        """Set the version that tokens generated from now on carry. Aborts nothing."""
+
+    async def version(self) -> int:
+        """The version set last; 0 after start."""
+
+    async def close(self) -> None:
+        """Close connections; the process is not touched."""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What a run wants of each engine. `device`: "auto", "cpu" or "cuda"."""
+
+    model_path: Path
+    device: str = "auto"
+    rank_count: int = 1
+    """Tensor-parallel ranks (accelerators) of one engine."""
+    seed: int = 0
+    context_length: int | None = None
+    """None: the model's own."""
+    sglang: Mapping[str, Any] = field(default_factory=dict)
+    """Pass-through server arguments, snake_case or kebab-case."""
+    simulated: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the simulated engine."""
+
+
+@dataclass(frozen=True)
+class EngineLaunch:
+    """How to start one engine process, and the client that talks to it. `env` is added to the node's own."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    engine: Engine
+    start_seconds: float
+    """Longest time from start to healthy."""
+
+
+class EngineFactory(Protocol):
+    """Builds engines of one kind."""
+
+    kind: str
+
+    def build(self, index: int, port: int, spec: LaunchSpec) -> EngineLaunch:
+        """Command and client of engine number `index` of this node, listening on `port` of the loopback.
+        Starts nothing. Raises INVALID_ARGUMENT/INVALID_FIELD for arguments it cannot pass on and
+        FAILED_PRECONDITION/ENGINE_MISSING when the engine's package is not installed."""
+
+
+class Router(Protocol):
+    """Spreads requests over the engines that may serve. Supervises its own process."""
+
+    url: str
+
+    async def start(self) -> None:
+        """Start; returns when it accepts requests. UNAVAILABLE/ROUTER_UNAVAILABLE with the reason if it does not."""
+
+    async def stop(self) -> None:
+        """Stop the process; requests in flight fail."""
+
+    async def add_worker(self, url: str, limits: RequestLimits) -> None:
+        """Send requests to the engine at `url` from now on. Idempotent."""
+
+    async def remove_worker(self, url: str) -> None:
+        """Send no more requests to `url`; those in flight go on. Idempotent."""
+
+    async def worker_urls(self) -> tuple[str, ...]:
+        """Engines that are routed to now."""
+
+    async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
+        """`sample_count` completions, in order. Retried on another engine when one fails before it answered.
+
+        Raises the errors of `RequestLimits.check`, UNAVAILABLE/NO_ENGINE_READY when nothing is routed to,
+        UNAVAILABLE/ENGINE_UNAVAILABLE when retries are used up, DEADLINE_EXCEEDED/ENGINE_TIMEOUT, and
+        INVALID_ARGUMENT/ENGINE_REFUSED with the engine's sentence. An abort is not an error: see
+        `Generation.finish_reason`."""
