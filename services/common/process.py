@@ -102,7 +102,8 @@ class ManagedProcess:
         self._reader = asyncio.create_task(self._read(), name=f"output of {self.name}")
 
     async def _read(self) -> None:
-        assert self._process and self._process.stdout
+        assert self._process
+        assert self._process.stdout
         with contextlib.ExitStack() as stack:
             log = None
             if self._log_path:
@@ -149,10 +150,8 @@ class ManagedProcess:
             return None
         if self._process.returncode is None:
             self.signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace_seconds)
-            except TimeoutError:
-                pass
         self.signal(signal.SIGKILL)  # grandchildren too
         status = await self._process.wait()
         if self._reader:

@@ -10,6 +10,7 @@ Invariants of a `Sample`: `tokens` has P + R entries; `loss_mask` and `log_probs
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,7 +97,7 @@ class Sample:
         if self.versions:
             edges = [(span.start, span.end) for span in self.versions]
             contiguous = edges[0][0] == 0 and edges[-1][1] == length
-            if not contiguous or any(a[1] != b[0] for a, b in zip(edges, edges[1:], strict=False)):
+            if not contiguous or any(a[1] != b[0] for a, b in itertools.pairwise(edges)):
                 return f"sample {self.sample_id}: version spans {edges} do not cover its {length} response tokens"
         return ""
 

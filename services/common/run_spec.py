@@ -34,7 +34,7 @@ class DataSettings(StrictModel):
     """Field with an object that graders and generate functions receive."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
-    apply_chat_template_kwargs: dict[str, Any] = {}
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1)
     """Leave out rows whose prompt has more tokens than this."""
@@ -119,15 +119,15 @@ class RolloutSettings(StrictModel):
     """Seconds between health checks of an engine."""
     rollout_health_check_timeout: float = Field(default=5.0, gt=0)
     """Seconds until a health check counts as failed."""
-    sglang: dict[str, Any] = {}
+    sglang: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the SGLang server, by its own names."""
     sglang_router_strategy: Literal["round_robin", "random", "cache_aware", "power_of_two", "manual"] = "round_robin"
     """Routing policy."""
-    sglang_router: dict[str, Any] = {}
+    sglang_router: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of sglang-router, by its own names."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What happens to requests in flight when weights arrive."""
-    simulated: dict[str, Any] = {}
+    simulated: dict[str, Any] = Field(default_factory=dict)
     """Settings of the simulated engine (tokens_per_second, mean_response_length, ...)."""
     eval_interval: int | None = Field(default=None, ge=1)
     """Steps between evaluations; not set: never."""
@@ -153,7 +153,7 @@ class RewardSettings(StrictModel):
     """Grader: exact_match, math or custom."""
     custom_rm_path: str | None = None
     """Import path of a reward function, "package.module.function"; implies rm_type custom."""
-    rm_options: dict[str, Any] = {}
+    rm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the grader."""
     rm_timeout: float = Field(default=30.0, gt=0)
     """Seconds until a sample counts as unscored."""
@@ -362,7 +362,9 @@ class RunSpec(StrictModel):
         if trainer.save_interval and not trainer.save:
             raise ValueError(f"save_interval {trainer.save_interval} needs save, the directory of checkpoints")
         if rollout.eval_interval and not self.data.eval_prompt_data:
-            raise ValueError(f"eval_interval {rollout.eval_interval} needs eval_prompt_data, name and path of a JSONL file")
+            raise ValueError(
+                f"eval_interval {rollout.eval_interval} needs eval_prompt_data, name and path of a JSONL file"
+            )
         if trainer.loss_type == "sft_loss" and not self.data.label_key:
             raise ValueError("loss_type sft_loss needs label_key, the field with the answer to learn")
         return self

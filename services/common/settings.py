@@ -57,7 +57,8 @@ def suggest(name: str, known: list[str] | tuple[str, ...]) -> str:
 
 def explain(error: ValidationError, model: type[BaseModel], *, known: list[str] | None = None) -> str:
     """The first problem of a validation error as one sentence naming key, value and remedy."""
-    first = error.errors()[0]
+    # A misspelt key also shows as a missing one; the misspelling is what the user must see.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         leaf = str(first["loc"][-1])

@@ -17,7 +17,9 @@ def configure_logging(service: str, level: str = "info", json: bool = False) -> 
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
     ]
-    renderer = structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    renderer = (
+        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
     structlog.configure(
         processors=[*shared, structlog.processors.format_exc_info, renderer] if json else [*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
@@ -25,12 +27,14 @@ def configure_logging(service: str, level: str = "info", json: bool = False) -> 
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        level=max(number, logging.WARNING), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s"
+    )
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Logger that carries the module's name."""
-    return structlog.get_logger(logger=name)
+    return structlog.get_logger(module=name)
 
 
 def start_metrics_server(port: int) -> None:
