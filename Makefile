@@ -1,12 +1,56 @@
-# Targets: setup proto fmt lint test demo up down
+# Targets: setup demo test lint fmt proto up down — nothing else.
+# Variables: PYTHON (interpreter), VENV (environment to make), SEED and ENGINES (demo), PIP_FLAGS (for a mirror).
 PYTHON ?= python3.11
 VENV ?= .venv
-BIN := $(VENV)/bin
+SEED ?= 1
+ENGINES ?= 1
+PIP_FLAGS ?=
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+READY := $(VENV)/.ready
+TORCH := torch==2.13.0
 
-.PHONY: proto
+.PHONY: setup demo test lint fmt proto up down
+.DEFAULT_GOAL := demo
+
+setup: $(READY) ## everything the embedded mode and the tests need, in $(VENV)
+
+$(READY): pyproject.toml
+	@test -x $(BIN)/python || { echo "==> making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing torch (the largest download)"
+	@$(PIP) --upgrade pip
+	@$(PIP) $(TORCH)
+	@echo "==> installing the services' packages"
+	@$(PIP) $(TORCH) -e '.[buffer,reward,rollout,trainer,console,embedded,sglang-cpu,dev]'
+	@echo "==> installing SGLang without its CUDA packages"
+	@$(PIP) --no-deps sglang==0.5.23 xgrammar==0.2.7
+	@touch $(READY)
+
+demo: $(READY) ## a small model learns arithmetic: SFT, then GRPO (SEED=1, ENGINES=1)
+	@$(BIN)/python -m examples.first_run --seed $(SEED) --engines $(ENGINES)
+
+test: $(READY) ## the default suite: no GPU, no network
+	@$(BIN)/python -m pytest -q
+
+lint: $(READY) ## style, types, imports, contract
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@$(BIN)/lint-imports --config .importlinter
+	@$(BIN)/basedpyright --level error
+	@cd proto && $(BIN)/buf lint && $(BIN)/buf format -d --exit-code
+
+fmt: $(READY)
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	@cd proto && $(BIN)/buf format -w
+
 proto: ## regenerate stubs from proto/ into proto/gen
 	rm -rf proto/gen && mkdir -p proto/gen
 	$(BIN)/python -m grpc_tools.protoc -I proto \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=proto/gen --grpc_python_out=proto/gen --mypy_out=quiet:proto/gen --mypy_grpc_out=quiet:proto/gen \
 	  $$(find proto/tetrarch -name '*.proto' | sort)
+
+up: $(READY) ## every tier on this machine, in the foreground
+	@$(BIN)/tetrarch up
+
+down: ## stop what `make up` started
+	@$(BIN)/tetrarch down
