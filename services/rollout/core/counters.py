@@ -1,0 +1,29 @@
+"""Counters of a node since its start. Plain numbers; who publishes them is not known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """Sums since the node started. Seconds are summed over samples or groups, as the name says."""
+
+    finished_group_count: int = 0
+    generated_token_count: int = 0
+    idle_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    """Over samples."""
+    score_seconds: float = 0.0
+    """Over groups."""
+    failed_group_count: int = 0
+    unscored_sample_count: int = 0
+    lost_lease_count: int = 0
+    pause_seconds: float = 0.0
+    """Over engines and weight updates."""
+    update_count: int = 0
+    put_outcomes: dict[str, int] = field(default_factory=dict)
+
+    def count_put(self, outcome: str) -> None:
+        """Counts one answer of PutGroups by its name."""
+        self.put_outcomes[outcome] = self.put_outcomes.get(outcome, 0) + 1

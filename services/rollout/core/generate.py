@@ -1,0 +1,179 @@
+"""From one prompt to trajectories: the default single turn, and generate functions of the user.
+
+Two signatures are known (chosen by the names of the parameters):
+- ours: `async def generate(context, prompt, sampling) -> Trajectory`;
+- slime's: `async def generate(args, sample, sampling_params) -> sample`, see `services.rollout.core.slime`.
+
+User functions run in a thread of their own; their calls of the engines come back to the node's loop.
+Invariant: whatever a function returns, the trajectory satisfies the rules of `Trajectory` or the sample fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import Code, ServiceError
+from services.common.records import Prompt, SampleStatus, SamplingParams
+from services.rollout.core.completer import Completer
+from services.rollout.core.engine_port import Generation
+from services.rollout.core.import_path import load_function
+from services.rollout.core.ports import Tokenizer
+from services.rollout.core.run_settings import RunSettings
+from services.rollout.core.slime import SlimeFunction
+from services.rollout.core.trajectory import Trajectory
+from services.rollout.core.user_loop import UserLoop
+
+PATH_KEY = "custom_generate_function_path"
+
+
+class TurnLimitReached(Exception):
+    """A generate function asked for more turns than `max_turns`. Uncaught, it ends the sample as TRUNCATED."""
+
+
+class GenerateContext:
+    """What a generate function may use. One object per sample.
+
+    Attributes:
+        tokenizer: of the run's checkpoint.
+        run: settings of the run; `run.keys` holds every key by its flat name.
+        max_turns: bound on `generate` calls.
+        index: position of the sample in its group.
+    """
+
+    def __init__(self, completer: Completer, run: RunSettings, index: int, deadline: float) -> None:
+        self.tokenizer: Tokenizer = completer.tokenizer
+        self.run = run
+        self.max_turns = run.max_turns
+        self.index = index
+        self.trajectory: Trajectory | None = None
+        self._completer = completer
+        self._deadline = deadline
+        self._turns = 0
+        self._home = asyncio.get_running_loop()
+
+    @property
+    def turns_left(self) -> int:
+        """`generate` calls that remain."""
+        return self.max_turns - self._turns
+
+    def start(self, prompt: Prompt) -> Trajectory:
+        """A trajectory that begins with the prompt's tokens."""
+        self.trajectory = Trajectory(prompt.tokens)
+        return self.trajectory
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """One turn of the model. Raises TurnLimitReached, or the errors of `Completer.complete`."""
+        if self._turns >= self.max_turns:
+            raise TurnLimitReached(f"max_turns is {self.max_turns}")
+        self._turns += 1
+        call = self._completer.complete(input_ids, sampling, 1, self._deadline)
+        if asyncio.get_running_loop() is self._home:
+            return (await call)[0]
+        return (await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home)))[0]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Turns prompts into trajectories for one run. Build it with `make_generator`."""
+
+    completer: Completer
+    run: RunSettings
+    function: Callable[..., Any] | None = None
+    """Ours; None: single turn."""
+    slime: SlimeFunction | None = None
+    loop: UserLoop | None = None
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, sample_count: int) -> list[Trajectory]:
+        """`sample_count` trajectories in order. Raises ServiceError when any sample failed for good."""
+        deadline = time.monotonic() + self.run.generate_timeout
+        if self.function is None and self.slime is None:
+            return await self._single_turn(prompt, sampling, sample_count, deadline)
+        calls = [self._custom(prompt, sampling, index, deadline) for index in range(sample_count)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        trajectories = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            if not outcome.versions:
+                raise ServiceError(
+                    Code.FAILED_PRECONDITION,
+                    "GENERATE_FAILED",
+                    f"{PATH_KEY} {self.run.generate_path!r} returned a sample without any token of the model.",
+                )
+            trajectories.append(outcome)
+        return trajectories
+
+    async def _single_turn(
+        self, prompt: Prompt, sampling: SamplingParams, sample_count: int, deadline: float
+    ) -> list[Trajectory]:
+        generations = await self.completer.complete(prompt.tokens, sampling, sample_count, deadline)
+        trajectories = []
+        for generation in generations:
+            trajectory = Trajectory(prompt.tokens)
+            trajectory.append_generation(generation)
+            trajectories.append(trajectory)
+        return trajectories
+
+    async def _custom(self, prompt: Prompt, sampling: SamplingParams, index: int, deadline: float) -> Trajectory:
+        # No user code runs before an engine can answer it; the time it has begins then.
+        if not await self.completer.fleet.wait_serving(deadline - time.monotonic()):
+            raise ServiceError(Code.UNAVAILABLE, "NO_ENGINE_READY", "No engine of this node became READY in time.")
+        assert self.loop is not None
+        remaining = deadline - time.monotonic()
+        if self.slime is not None:
+            return await self.slime.run(self.loop, prompt, sampling, index, remaining)
+        context = GenerateContext(self.completer, self.run, index, deadline)
+        return await self.loop.run(lambda: self._call(context, prompt, sampling), remaining)
+
+    async def _call(self, context: GenerateContext, prompt: Prompt, sampling: SamplingParams) -> Trajectory:
+        assert self.function is not None
+        try:
+            result = await self.function(context, prompt, sampling)
+        except TurnLimitReached:
+            result = context.trajectory
+            if result is None:
+                raise
+            result.finish(SampleStatus.TRUNCATED)
+        if not isinstance(result, Trajectory):
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "GENERATE_FAILED",
+                f"{PATH_KEY} {self.run.generate_path!r} returned {type(result).__name__}; return the Trajectory"
+                " that context.start(prompt) gave.",
+            )
+        return result
+
+    def close(self) -> None:
+        """Ends the thread of user functions."""
+        if self.loop is not None:
+            self.loop.close()
+
+
+def make_generator(completer: Completer, run: RunSettings) -> Generator:
+    """The generator a run asks for. Raises FUNCTION_NOT_LOADABLE with one sentence."""
+    if run.generate_path is None:
+        return Generator(completer, run)
+    function = load_function(run.generate_path, PATH_KEY)
+    if not inspect.iscoroutinefunction(function):
+        raise _unusable(run.generate_path, "it is not an async function; write async def generate(...)")
+    names = list(inspect.signature(function).parameters)
+    loop = UserLoop(run.generate_path)
+    if names[:2] == ["args", "sample"] or "sampling_params" in names:
+        return Generator(completer, run, slime=SlimeFunction(function, completer, run), loop=loop)
+    if len(names) == 3:
+        return Generator(completer, run, function=function, loop=loop)
+    raise _unusable(
+        run.generate_path,
+        f"its parameters are ({', '.join(names)}); use (context, prompt, sampling) or (args, sample, sampling_params)",
+    )
+
+
+def _unusable(path: str, why: str) -> ServiceError:
+    return ServiceError(
+        Code.FAILED_PRECONDITION, "FUNCTION_NOT_LOADABLE", f"{PATH_KEY} {path!r} cannot be used: {why}.", path=path
+    )

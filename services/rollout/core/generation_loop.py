@@ -1,0 +1,229 @@
+"""From leased prompts to stored groups, for one run on one node.
+
+lease → generate n samples → score → put. The buffer decides how many prompts may be out; this loop only keeps
+its engines full. Invariants: at most `max_inflight` groups are in flight; a lease is extended until its group
+is put or given back; a group is put whole or its lease is released; every wait ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from services.common.errors import Code, ServiceError
+from services.common.records import Group, Prompt, Sample
+from services.common.telemetry import get_logger
+from services.rollout.core.batching import Batcher
+from services.rollout.core.counters import Counters
+from services.rollout.core.ports import Lease, PromptBuffer, PutResult
+from services.rollout.core.run_settings import RunSettings
+
+log = get_logger(__name__)
+
+_LEASE_WAIT = 2.0
+"""Longest poll for prompts; also how long a drain may go unnoticed."""
+_MAX_LEASE_COUNT = 128
+_PUT_BYTES = 4 << 20
+_PUT_SECONDS = 60.0
+"""How long a finished group is offered to a buffer that does not answer."""
+_MAX_BACKOFF = 5.0
+
+
+class GroupMaker(Protocol):
+    """Makes a finished group of a prompt."""
+
+    async def make(self, prompt: Prompt) -> Group:
+        """Raises ServiceError: INVALID_ARGUMENT when this prompt can never succeed."""
+
+
+class GenerationLoop:
+    """The loop.
+
+    Args:
+        buffer: where prompts come from and groups go.
+        maker: generates and scores one group.
+        run: settings.
+        counters: of the node.
+        max_inflight: most groups in flight.
+        ready: waits at most the given seconds until work makes sense; False when it does not.
+    """
+
+    def __init__(
+        self,
+        buffer: PromptBuffer,
+        maker: GroupMaker,
+        run: RunSettings,
+        counters: Counters,
+        max_inflight: int,
+        ready: Callable[[float], Awaitable[bool]],
+    ) -> None:
+        self._buffer = buffer
+        self._maker = maker
+        self._run = run
+        self._counters = counters
+        self._max_inflight = max_inflight
+        self._ready = ready
+        self._work: dict[str, asyncio.Task[None]] = {}
+        self._freed = asyncio.Event()
+        self._draining = False
+        self._failures = 0
+        self.problem = ""
+        self._puts: Batcher[tuple[str, Group], PutResult] = Batcher(
+            self._put, max_items=256, max_weight=_PUT_BYTES, concurrency=2, weigh=_group_bytes
+        )
+
+    @property
+    def running_count(self) -> int:
+        """Groups in flight."""
+        return len(self._work)
+
+    async def run(self) -> None:
+        """Runs until cancelled or drained."""
+        extender = asyncio.create_task(self._extend())
+        try:
+            while not self._draining:
+                try:
+                    await self._turn()
+                except ServiceError as error:
+                    if error.reason == "RUN_FINISHED":
+                        return
+                    self.problem = f"Prompts cannot be leased: {error}"
+                    log.warning("prompts cannot be leased", error=str(error))
+                    await asyncio.sleep(1.0)
+        finally:
+            extender.cancel()
+
+    async def _turn(self) -> None:
+        """Leases once and starts work on what came."""
+        free = self._max_inflight - len(self._work)
+        if free <= 0:
+            self._freed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), _LEASE_WAIT)
+            return
+        began = time.monotonic()
+        if self._failures:
+            await asyncio.sleep(min(0.05 * 2 ** min(self._failures, 10), _MAX_BACKOFF))
+        if not await self._ready(_LEASE_WAIT):
+            self._count_idle(began)
+            return
+        leases = await self._buffer.lease_prompts(
+            self._run.run_id, min(free, _MAX_LEASE_COUNT), _LEASE_WAIT, self._run.lease_ttl
+        )
+        self._count_idle(began)
+        for lease in leases:
+            task = asyncio.create_task(self._handle(lease), name=lease.prompt.group_id)
+            self._work[lease.lease_id] = task
+            task.add_done_callback(lambda _, lease_id=lease.lease_id: self._finished(lease_id))
+
+    def _count_idle(self, began: float) -> None:
+        if not self._work:
+            self._counters.idle_seconds += time.monotonic() - began
+
+    def _finished(self, lease_id: str) -> None:
+        self._work.pop(lease_id, None)
+        self._freed.set()
+
+    async def _handle(self, lease: Lease) -> None:
+        try:
+            group = await self._maker.make(lease.prompt)
+        except ServiceError as error:
+            await self._give_back(lease, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("a group failed", group=lease.prompt.group_id)
+            await self._give_back(lease, ServiceError(Code.INTERNAL, "FAILED", f"{type(error).__name__}: {error}"))
+        else:
+            await self._store(lease, group)
+
+    async def _store(self, lease: Lease, group: Group) -> None:
+        try:
+            result = await self._puts.submit((lease.lease_id, group))
+        except ServiceError as error:
+            log.error("a group could not be put; its lease will expire", group=group.group_id, error=str(error))
+            return
+        self._counters.count_put(result.outcome)
+        if result.outcome == "INVALID":
+            await self._give_back(lease, ServiceError(Code.INTERNAL, "GROUP_INVALID", result.message))
+            return
+        if result.outcome == "LEASE_LOST":
+            log.info("a group came too late", group=group.group_id)
+            return
+        self._failures, self.problem = 0, ""
+        self._counters.finished_group_count += 1
+
+    async def _give_back(self, lease: Lease, error: ServiceError) -> None:
+        """Releases a failed prompt for another attempt; evicts it when that is useless or was the last."""
+        self._counters.failed_group_count += 1
+        self._failures += 1
+        attempt = lease.attempt + 1
+        final = error.code is Code.INVALID_ARGUMENT or attempt >= self._run.max_prompt_attempts
+        reason = ("UNSCORED" if error.reason == "UNSCORED" else "FAILED") if final else ""
+        if error.reason == "PROMPT_TOO_LONG":
+            reason = error.reason
+        log.warning(
+            "a group failed", group=lease.prompt.group_id, attempt=attempt, evicted=reason or "no", error=str(error)
+        )
+        if self._failures >= 5:
+            self.problem = f"{self._failures} groups failed in a row, the last one because: {error}"
+        await self._release([lease.lease_id], reason)
+
+    async def _release(self, lease_ids: Sequence[str], reason: str = "") -> None:
+        try:
+            await self._buffer.release_leases(self._run.run_id, lease_ids, reason)
+        except ServiceError as error:  # they expire by themselves
+            log.warning("leases were not released", count=len(lease_ids), error=str(error))
+
+    async def _put(self, groups: list[tuple[str, Group]]) -> list[PutResult]:
+        """Offers groups until the buffer answers; the same put twice is the same put."""
+        deadline, pause = time.monotonic() + _PUT_SECONDS, 0.1
+        while True:
+            try:
+                return await self._buffer.put_groups(self._run.run_id, groups)
+            except ServiceError as error:
+                passing = error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
+                if not passing or time.monotonic() + pause > deadline:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    async def _extend(self) -> None:
+        """Keeps the leases of what is in flight; work whose lease is lost is ended."""
+        while True:
+            await asyncio.sleep(self._run.lease_ttl / 3)
+            if not self._work:
+                continue
+            try:
+                lost = await self._buffer.extend_leases(self._run.run_id, list(self._work), self._run.lease_ttl)
+            except ServiceError as error:
+                log.warning("leases were not extended", error=str(error))
+                continue
+            for lease_id in lost:
+                self._counters.lost_lease_count += 1
+                if task := self._work.get(lease_id):
+                    task.cancel()
+
+    async def drain(self, max_wait: float) -> int:
+        """Takes no more prompts, waits for those in flight, gives the rest back; returns how many those were."""
+        self._draining = True
+        tasks = list(self._work.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=max_wait)
+        left = list(self._work)
+        for lease_id in left:
+            self._work[lease_id].cancel()
+        if left:
+            await asyncio.gather(*(self._work[i] for i in left if i in self._work), return_exceptions=True)
+            await self._release(left)
+        return len(left)
+
+
+def _group_bytes(item: tuple[str, Group]) -> float:
+    def size(sample: Sample) -> int:
+        return sample.tokens.nbytes + sample.loss_mask.nbytes + sample.log_probs.nbytes + len(sample.response) + 256
+
+    return sum(size(sample) for sample in item[1].samples)
