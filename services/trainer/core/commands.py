@@ -1,0 +1,232 @@
+"""What the controller tells a rank, and what a rank answers: frozen, picklable values, no torch.
+
+A rank is `python -m services.trainer.ranks --socket PATH --rank R --world-size W --master-port P`. It connects to the
+controller's Unix socket (`multiprocessing.connection`, key in the environment variable `TETRARCH_RANK_KEY`), says
+`Hello`, and then answers every command, one at a time and in order, with a `Result` or a `Failure`. It ends when
+the connection closes or after `Shutdown`.
+
+"collective" commands must be sent to every rank, else the ranks wait for each other; the others go to rank 0.
+After the `Failure` of a collective command the ranks no longer agree: end them all and start from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.trainer.core.buckets import BucketPlan, TensorSpec
+from services.trainer.core.schedule import StepPlan
+
+KEY_VARIABLE = "TETRARCH_RANK_KEY"
+"""Environment variable with the hex authentication key of the socket."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of a rank."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Answer of a command that was carried out; `value` is what the command's docstring names."""
+
+    value: object = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Answer of a command that failed: one sentence for the user, a traceback for the log."""
+
+    error: str
+    traceback: str = ""
+    reason: str = "RANK_FAILED"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Collective, first. Builds model and optimizer and loads `rollout.hf_checkpoint`. → SetupResult."""
+
+    spec_json: str
+    device: str
+    """"cpu" or "cuda" (never "auto")."""
+
+
+@dataclass(frozen=True)
+class SetupResult:
+    """What the controller must know of the ranks. `collective_env` must agree over a weight group."""
+
+    torch_version: str
+    nccl_version: str
+    backends: tuple[str, ...]
+    collective_env: Mapping[str, str]
+    parameter_count: int
+    data_parallel_size: int
+    data_parallel_rank: int
+    tensor_parallel_size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Collective. Restores model, optimizer and counters from a trainer checkpoint: one checkpoint's own
+    directory, or a directory of checkpoints with a `latest` file. → LoadResult."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Steps (rollout batches) and optimizer steps contained in the loaded checkpoint."""
+
+    step_count: int
+    optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Collective. Fetches this rank's samples from the buffer and trains every optimizer step. → TrainResult.
+
+    `step` counts from 0 and must follow the last one trained or loaded. `advantages` has one value per scored
+    sample; a sample without one has weight zero (sft_loss needs none). The learning rate follows from the run's
+    settings and the rank's own count of optimizer steps.
+    """
+
+    step: int
+    run_id: str
+    buffer_address: str
+    plan: StepPlan
+    advantages: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Metrics, equal on all ranks, and this rank's seconds by part.
+
+    metrics: loss, pg_loss, kl_loss, entropy, ppo_kl, pg_clipfrac, ratio_mean, ratio_max, grad_norm, lr,
+    trained_tokens, total_tokens, log_prob_abs_diff_mean, log_prob_abs_diff_max (trainer against engine),
+    optimizer_steps. Means over the optimizer steps of the batch, except counts, maxima and lr.
+    seconds: fetch, old_log_probs, ref_log_probs, forward_backward, optimizer, total.
+    """
+
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ListWeights:
+    """Any rank. → tuple[TensorSpec, ...] in the order of every update."""
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """Collective. Gathers the full tensors; rank 0 keeps them as flat byte buckets until ReleaseWeights.
+    → BucketPlan on rank 0, None elsewhere."""
+
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Rank 0, after StageWeights. `rules`: held tensor's name → names whose bytes, concatenated, make it up.
+    → dict of held tensor's name → 16 hex digits ("sha256-64")."""
+
+    rules: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A weight group: a communicator of the trainer (rank 0, hosts the rendezvous) and engine ranks."""
+
+    name: str
+    backend: str
+    master_address: str
+    master_port: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class JoinGroups:
+    """Rank 0. Joins all groups at once; blocks until joined or `timeout` seconds. → dict name → None or error."""
+
+    groups: tuple[GroupSpec, ...]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class SendBucket:
+    """Rank 0, after StageWeights. Broadcasts one bucket over each group, each on a thread of its own, for at most
+    `timeout` seconds. → dict name → None or error. A group that failed is left and must not be used again."""
+
+    index: int
+    group_names: tuple[str, ...]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class LeaveGroups:
+    """Rank 0. Leaves groups; unknown names are no error. → None."""
+
+    group_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReleaseWeights:
+    """Rank 0. Frees the staged buckets. → None."""
+
+
+@dataclass(frozen=True)
+class SaveCheckpoint:
+    """Collective. Writes `path`/step_NNNNNN and then `path`/latest. → SaveResult."""
+
+    path: str
+    step_count: int
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """Directory of the checkpoint, and seconds it took."""
+
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ExportHf:
+    """Collective. Writes a Hugging Face checkpoint with tokenizer files. → ExportResult."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """Directory of the export and its bytes of weights."""
+
+    path: str
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Ends the rank after its answer. → None."""
+
+
+Command = (
+    Setup
+    | Load
+    | TrainStep
+    | ListWeights
+    | StageWeights
+    | Checksums
+    | JoinGroups
+    | SendBucket
+    | LeaveGroups
+    | ReleaseWeights
+    | SaveCheckpoint
+    | ExportHf
+    | Shutdown
+)
+
+__all__ = ["BucketPlan", "Command", "StepPlan", "TensorSpec"]
