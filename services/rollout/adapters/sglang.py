@@ -1,0 +1,281 @@
+"""Client of one SGLang server: everything that is SGLang's own control API, and differs between releases.
+
+Tested with 0.5.23 (CPU) and written for 0.5.15.post1 as well (CUDA). Differences met here:
+- `begin_weight_update`/`end_weight_update` exist, and are required, since 0.5.21; a 404 means "not needed".
+- Per-token version spans exist since 0.5.19 (`engine_http.read_spans`).
+- `flush_cache: true` inside an update kills releases up to 0.5.21 when requests wait: it is never sent;
+  `flush_cache()` is a call of its own.
+- `weights_checker` gives checksums of a CPU engine since 0.5.23. Without them `checksum_algorithm` is "".
+
+Invariants: version strings sent to the engine are decimal integers; an update never names a version, the
+node sets it after the checksums were compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import Code, ServiceError
+from services.rollout.adapters import engine_http
+from services.rollout.adapters.engine_http import HttpClient
+from services.rollout.core.engine_port import (
+    CHECKSUM_ALGORITHM,
+    PAUSE_MODES,
+    ChecksumRule,
+    EngineInfo,
+    Generation,
+    GenerationRequest,
+    GroupSpec,
+    RequestLimits,
+    TensorSpec,
+)
+
+CONTROL_SECONDS = 30.0
+"""Deadline of control calls that only touch the engine's memory."""
+
+FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+"""Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
+
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the launch command settles about an engine before it runs."""
+
+    kind: str
+    device: str
+    model_path: Path
+    rank_count: int
+    collective_env: Mapping[str, str]
+
+
+class SGLangEngine:
+    """An `Engine` over SGLang's HTTP API."""
+
+    def __init__(self, url: str, facts: EngineFacts) -> None:
+        self.url = url
+        # A sharded tensor has a checksum per rank, and on CUDA SGLang hashes with a kernel of its own: neither
+        # can be compared with a digest of the bytes that were sent.
+        comparable = facts.rank_count == 1 and facts.device == "cpu"
+        self.checksum_algorithm = CHECKSUM_ALGORITHM if comparable else ""
+        self._facts = facts
+        self._client = HttpClient(url, f"The {facts.kind} engine")
+        self._brackets_updates: bool | None = None
+        self._limits: RequestLimits | None = None
+
+    async def health(self, timeout: float) -> bool:
+        try:
+            status, _ = await self._client.call("GET", "/health", timeout=timeout)
+        except ServiceError:
+            return False
+        return status == 200
+
+    async def info(self) -> EngineInfo:
+        said = await self._client.expect("GET", "/server_info", timeout=CONTROL_SECONDS)
+        config = model_config(self._facts.model_path)
+        on_gpu = self._facts.device == "cuda"
+        info = EngineInfo(
+            kind=self._facts.kind,
+            engine_version=str(said.get("version", "")),
+            torch_version=installed_version("torch"),
+            nccl_version=next(filter(None, map(installed_version, NCCL_PACKAGES)), "") if on_gpu else "",
+            backends=("nccl", "gloo") if on_gpu else ("gloo",),
+            collective_env=dict(self._facts.collective_env),
+            vocab_size=config["vocab_size"],
+            context_length=int(said.get("context_length") or config["max_position_embeddings"]),
+            rank_count=self._facts.rank_count,
+            max_running=int(said.get("max_running_requests") or 0),
+        )
+        self._limits = info.limits
+        return info
+
+    async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
+        if self._limits is None:
+            await self.info()
+        self._limits.check(request)
+        return await engine_http.generate(self._client, request, timeout, self.url)
+
+    async def pause(self, mode: str) -> None:
+        if mode not in PAUSE_MODES:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+                f"pause_mode is {mode!r}: use one of {', '.join(PAUSE_MODES)}.",
+                mode=mode,
+            )
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+
+    async def flush_cache(self) -> bool:
+        status, answer = await self._client.call("POST", "/flush_cache", timeout=CONTROL_SECONDS)
+        if status >= 500:
+            raise self._client.refused("/flush_cache", status, answer)
+        return status == 200
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"rid": "", "abort_all": True})
+
+    async def join_group(self, group: GroupSpec, timeout: float) -> None:
+        body = {
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "rank_offset": group.rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._client.expect("POST", "/init_weights_update_group", body, timeout=timeout)
+
+    async def leave_group(self, name: str, timeout: float) -> None:
+        # An engine that is not in the group answers 400: it has left already.
+        path, body = "/destroy_weights_update_group", {"group_name": name}
+        status, answer = await self._client.call("POST", path, body, timeout=timeout)
+        if status >= 500:
+            raise self._client.refused(path, status, answer)
+
+    async def begin_update(self) -> None:
+        await self._bracket("/begin_weight_update")
+
+    async def end_update(self) -> None:
+        await self._bracket("/end_weight_update")
+
+    async def _bracket(self, path: str) -> None:
+        if self._brackets_updates is False:
+            return
+        status, answer = await self._client.call("POST", path, {}, timeout=CONTROL_SECONDS)
+        self._brackets_updates = status != 404
+        if self._brackets_updates and status >= 300:
+            raise self._client.refused(path, status, answer)
+
+    async def receive_bucket(self, specs: Sequence[TensorSpec], group_name: str, timeout: float) -> None:
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        try:
+            await self._client.expect("POST", "/update_weights_from_distributed", body, timeout=timeout)
+        except ServiceError as error:
+            raise ServiceError(
+                Code.INTERNAL,
+                "TRANSFER_FAILED",
+                f"A bucket of {len(specs)} tensors from {specs[0].name} did not reach the engine over group "
+                f"{group_name}: {error.message} Its weights are unknown now: abort this update and send a new one.",
+                url=self.url,
+                group=group_name,
+                cause=error.reason,
+            ) from error
+
+    async def checksums(self) -> dict[str, str]:
+        answer = await self._post("/weights_checker", {"action": "checksum"})
+        ranks = (answer or {}).get("ranks") or []
+        if len(ranks) != 1:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "CHECKSUMS_UNSUPPORTED",
+                f"The {self._facts.kind} engine at {self.url} gives checksums of {len(ranks)} ranks; only an engine "
+                "of one rank can be verified.",
+                url=self.url,
+                rank_count=len(ranks),
+            )
+        return dict(ranks[0]["checksums"])
+
+    async def checksum_rules(self, specs: Sequence[TensorSpec]) -> list[ChecksumRule]:
+        if not self.checksum_algorithm:
+            return []
+        tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
+        return match_tensors(list(await self.checksums()), [spec.name for spec in specs], tied=tied)
+
+    async def set_version(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def version(self) -> int:
+        said = await self._client.expect("GET", "/model_info", timeout=CONTROL_SECONDS)
+        return engine_http.read_version(said.get("weight_version"))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return await self._client.expect("POST", path, body, timeout=CONTROL_SECONDS)
+
+
+def match_tensors(held: Sequence[str], sent: Sequence[str], *, tied: bool) -> list[ChecksumRule]:
+    """Rules for the engine tensors `held`, made of the checkpoint tensors `sent`.
+
+    With `tied` embeddings the engine may hold, and the sender may send, either of two names of one tensor.
+    Raises FAILED_PRECONDITION/TENSORS_UNKNOWN for a sent tensor without a place.
+    """
+    known, rules, placed = set(sent), [], set()
+    for name in held:
+        sources = (name,) if name in known else _sources(name, known)
+        if not sources and tied and name == "lm_head.weight":
+            sources = ("model.embed_tokens.weight",)
+        if sources and known.issuperset(sources):
+            rules.append(ChecksumRule(name, sources))
+            placed.update(sources)
+    strangers = [name for name in sent if name not in placed and not (tied and name == "lm_head.weight")]
+    if strangers:
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            "TENSORS_UNKNOWN",
+            f"{len(strangers)} tensors of the update have no place in the engine, the first is {strangers[0]}: "
+            "trainer and engine must load the same checkpoint architecture.",
+            first=strangers[0],
+            count=len(strangers),
+        )
+    return rules
+
+
+def _sources(engine_name: str, known: set[str]) -> tuple[str, ...]:
+    for fused, parts in FUSED:
+        pattern = rf"(?<=\.){fused}(?=\.)"
+        if re.search(pattern, engine_name):
+            names = tuple(re.sub(pattern, part, engine_name) for part in parts)
+            return names if known.issuperset(names) else ()
+    return ()
+
+
+def checksum(*parts: bytes) -> str:
+    """ "sha256-64" of the concatenation: 16 hex digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def model_config(model_path: Path) -> dict[str, Any]:
+    """The checkpoint's config.json; the text part of it where there are several."""
+    path = model_path / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            "CHECKPOINT_UNREADABLE",
+            f"{path} cannot be read ({error}): hf_checkpoint must be a Hugging Face checkpoint directory.",
+            path=path,
+        ) from error
+    return config | config.get("text_config", {})
+
+
+def installed_version(package: str) -> str:
+    """Release of an installed package; empty when it is absent."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,188 @@
+"""Command lines of SGLang servers, on the CPU and on CUDA. Starts nothing and imports no SGLang.
+
+Users' `sglang:` arguments pass through; those that the node settles itself are refused with the reason.
+The CPU defaults were measured on 2 cores with a model of 0.5 M parameters, 3 layers: one thread (two are four
+times slower when anything else runs), one request per prompt with n samples, up to 256 decoded together.
+Tested with sglang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import Code, ServiceError
+from services.rollout.adapters.sglang import EngineFacts, SGLangEngine, model_config
+from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
+
+CPU_LAUNCHER = "services.rollout.adapters.sglang_cpu_launcher"
+CUDA_LAUNCHER = "sglang.launch_server"
+GROUP_TIMEOUT_VARIABLE = "TETRARCH_GROUP_TIMEOUT_SECONDS"
+
+OWNED = {
+    "model": "hf_checkpoint names the model",
+    "model_path": "hf_checkpoint names the model",
+    "tokenizer_path": "the tokenizer comes from hf_checkpoint",
+    "host": "engines listen on the loopback of their node",
+    "port": "the node picks free ports",
+    "device": "set rollout.device",
+    "tp": "set rollout_num_gpus_per_engine",
+    "tp_size": "set rollout_num_gpus_per_engine",
+    "tensor_parallel_size": "set rollout_num_gpus_per_engine",
+    "dp": "weight groups need one replica per engine; start more engines with rollout_num_gpus",
+    "dp_size": "weight groups need one replica per engine; start more engines with rollout_num_gpus",
+    "data_parallel_size": "weight groups need one replica per engine; start more engines with rollout_num_gpus",
+    "context_length": "set rollout_max_context_len",
+    "random_seed": "set rollout_seed",
+    "base_gpu_id": "the node deals out the devices it sees (CUDA_VISIBLE_DEVICES)",
+    "weight_version": "versions are the trainer's",
+    "skip_tokenizer_init": "graders need the text",
+    "api_key": "engines are reached on the loopback only",
+    "admin_api_key": "engines are reached on the loopback only",
+    "nnodes": "an engine lives on one node",
+    "node_rank": "an engine lives on one node",
+    "skip_server_warmup": "the node decides when an engine is ready",
+}
+"""Server arguments the node settles, with what to do instead."""
+
+COMMON_ENV = {
+    # Otherwise /health generates a token and takes a second.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+CPU_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    # Imports warn some thirty times about accelerators that are not there.
+    "PYTHONWARNINGS": "ignore",
+    GROUP_TIMEOUT_VARIABLE: "60",
+}
+CUDA_COLLECTIVE_ENV = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""NCCL breaks a group ("invalid argument") whose members differ in these."""
+
+CPU_RUNNING = 256
+CPU_CACHE_TOKENS = 65536
+CPU_START_SECONDS = 180.0
+CUDA_START_SECONDS = 900.0
+
+
+class SGLangFactory:
+    """Builds SGLang engines."""
+
+    kind = "sglang"
+
+    def build(self, index: int, port: int, spec: LaunchSpec) -> EngineLaunch:
+        if importlib.util.find_spec("sglang") is None:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "ENGINE_MISSING",
+                "engine is 'sglang', but the package sglang is not installed beside this node: run `make setup`, or "
+                "set rollout.engine to simulated.",
+            )
+        device = resolve_device(spec.device)
+        user = check_arguments(spec.sglang)
+        arguments: dict[str, Any] = {
+            "model_path": str(spec.model_path),
+            "host": "127.0.0.1",
+            "port": port,
+            "device": device,
+            "tp_size": spec.rank_count,
+            "random_seed": spec.seed + index,
+            "log_level": "warning",
+        }
+        if spec.context_length:
+            arguments["context_length"] = spec.context_length
+        if device == "cpu":
+            arguments |= cpu_defaults(spec, user)
+            module, own_env, seconds = CPU_LAUNCHER, dict(CPU_ENV), CPU_START_SECONDS
+            if spec.rank_count > 1:
+                own_env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(spec.rank_count))
+        else:
+            arguments["base_gpu_id"] = index * spec.rank_count
+            module, own_env, seconds = CUDA_LAUNCHER, dict(CUDA_COLLECTIVE_ENV), CUDA_START_SECONDS
+        facts = EngineFacts(
+            kind=self.kind,
+            device=device,
+            model_path=spec.model_path,
+            rank_count=spec.rank_count,
+            collective_env=CUDA_COLLECTIVE_ENV if device == "cuda" else {},
+        )
+        return EngineLaunch(
+            argv=(sys.executable, "-m", module, *command_line(arguments | user)),
+            env=COMMON_ENV | own_env,
+            engine=SGLangEngine(f"http://127.0.0.1:{port}", facts),
+            start_seconds=seconds,
+        )
+
+
+def resolve_device(device: str) -> str:
+    """ "cpu" or "cuda"; "auto" is CUDA where the NVIDIA driver shows a device."""
+    if device == "auto":
+        return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ServiceError(
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+            f"rollout.device is {device!r}: use auto, cpu or cuda.",
+            device=device,
+        )
+    return device
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's pass-through arguments in snake_case; INVALID_ARGUMENT for one that the node settles."""
+    result: dict[str, Any] = {}
+    for key, value in arguments.items():
+        name = key.lstrip("-").replace("-", "_")
+        if name in OWNED:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+                f"sglang.{name} is {value!r}, but the rollout node sets this argument itself: {OWNED[name]}.",
+                field=f"sglang.{name}",
+                value=value,
+            )
+        result[name] = value
+    return result
+
+
+def cpu_defaults(spec: LaunchSpec, user: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a small model on few cores. float32 makes log-probs equal the trainer's to 1e-6."""
+    context = spec.context_length or model_config(spec.model_path)["max_position_embeddings"]
+    running = int(user.get("max_running_requests") or CPU_RUNNING)
+    return {
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": 0.1,
+        "max_running_requests": running,
+        "max_total_tokens": max(2 * context, min(running * context, CPU_CACHE_TOKENS)),
+        # A warm-up request would sample a token; the first real one does as well.
+        "skip_server_warmup": True,
+    }
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Flags: True stands alone, False and None are left out, lists repeat values, mappings are JSON."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is True:
+            continue
+        if isinstance(value, (list, tuple)):
+            flags.extend(str(item) for item in value)
+        else:
+            flags.append(json.dumps(dict(value)) if isinstance(value, Mapping) else str(value))
+    return flags
