@@ -79,7 +79,7 @@ class Batcher(Generic[ItemT, ResultT]):
                 for _, future in batch:
                     future.cancel()
                 raise
-            except Exception as error:  # noqa: BLE001 - every caller of the batch must learn of it
+            except Exception as error:  # every caller of the batch must learn of it
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)

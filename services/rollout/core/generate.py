@@ -154,23 +154,38 @@ class Generator:
             self.loop.close()
 
 
-def make_generator(completer: Completer, run: RunSettings) -> Generator:
-    """The generator a run asks for. Raises FUNCTION_NOT_LOADABLE with one sentence."""
+def check_function(run: RunSettings) -> tuple[Callable[..., Any], bool] | None:
+    """The run's generate function and whether its signature is slime's; None for the default.
+
+    Raises FUNCTION_NOT_LOADABLE with one sentence.
+    """
     if run.generate_path is None:
-        return Generator(completer, run)
+        return None
     function = load_function(run.generate_path, PATH_KEY)
     if not inspect.iscoroutinefunction(function):
         raise _unusable(run.generate_path, "it is not an async function; write async def generate(...)")
     names = list(inspect.signature(function).parameters)
-    loop = UserLoop(run.generate_path)
     if names[:2] == ["args", "sample"] or "sampling_params" in names:
+        return function, True
+    if len(names) != 3:
+        raise _unusable(
+            run.generate_path,
+            f"its parameters are ({', '.join(names)});"
+            " use (context, prompt, sampling) or (args, sample, sampling_params)",
+        )
+    return function, False
+
+
+def make_generator(completer: Completer, run: RunSettings) -> Generator:
+    """The generator a run asks for. Raises FUNCTION_NOT_LOADABLE with one sentence."""
+    custom = check_function(run)
+    if custom is None:
+        return Generator(completer, run)
+    function, is_slime = custom
+    loop = UserLoop(str(run.generate_path))
+    if is_slime:
         return Generator(completer, run, slime=SlimeFunction(function, completer, run), loop=loop)
-    if len(names) == 3:
-        return Generator(completer, run, function=function, loop=loop)
-    raise _unusable(
-        run.generate_path,
-        f"its parameters are ({', '.join(names)}); use (context, prompt, sampling) or (args, sample, sampling_params)",
-    )
+    return Generator(completer, run, function=function, loop=loop)
 
 
 def _unusable(path: str, why: str) -> ServiceError:

@@ -144,7 +144,7 @@ class GenerationLoop:
         try:
             result = await self._puts.submit((lease.lease_id, group))
         except ServiceError as error:
-            log.error("a group could not be put; its lease will expire", group=group.group_id, error=str(error))
+            log.warning("a group could not be put; its lease will expire", group=group.group_id, error=str(error))
             return
         self._counters.count_put(result.outcome)
         if result.outcome == "INVALID":

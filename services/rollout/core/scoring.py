@@ -75,7 +75,7 @@ class Scoring:
                 if error.code is Code.DEADLINE_EXCEEDED:
                     return [Score(None, "TIMEOUT")] * len(items)
                 if error.code is not Code.UNAVAILABLE:
-                    log.error("scoring was refused", error=str(error))
+                    log.warning("scoring was refused", error=str(error))
                     return [Score(None, error.reason)] * len(items)
                 if time.monotonic() + pause >= deadline:
                     log.warning("the reward service did not answer in time", error=str(error))

@@ -1,0 +1,108 @@
+"""Composition root of the rollout node: settings in, a runnable process out."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+from prometheus_client import REGISTRY
+from services.rollout.adapters.engines import make_factory, make_router
+from tetrarch.rollout.v1 import rollout_service_pb2_grpc, weight_service_pb2_grpc
+
+from services.common.channel import open_channel
+from services.common.errors import ServiceError
+from services.common.server import GrpcServer
+from services.common.telemetry import get_logger
+from services.rollout import convert
+from services.rollout.adapters.buffer_client import GrpcBuffer
+from services.rollout.adapters.reward_client import GrpcScorer
+from services.rollout.adapters.tokenizer import load_tokenizer
+from services.rollout.config import RolloutNodeSettings
+from services.rollout.core.node import Node, NodeSettings, Outside
+from services.rollout.metrics import NodeCollector
+from services.rollout.servicer import RolloutServicer
+from services.rollout.servicer_weights import WeightServicer
+
+log = get_logger(__name__)
+
+_ROLLOUT = "tetrarch.rollout.v1.RolloutService"
+_WEIGHTS = "tetrarch.rollout.v1.WeightService"
+
+
+class App:
+    """A rollout node with its gRPC server.
+
+    Args:
+        settings: of the process.
+    """
+
+    def __init__(self, settings: RolloutNodeSettings) -> None:
+        self._settings = settings
+        self.server = GrpcServer(settings, "rollout")
+        self._node_id = settings.node_id or f"{socket.gethostname()}-{settings.port}"
+        self._channels = [
+            open_channel(settings.buffer_address, "buffer"),
+            open_channel(settings.reward_address, "reward"),
+        ]
+        buffer_channel, reward_channel = self._channels
+        self._buffer = GrpcBuffer(buffer_channel, self._node_id, settings.member_ttl)
+        log_dir = Path(settings.log_dir) if settings.log_dir else None
+        self.node = Node(
+            NodeSettings(
+                node_id=self._node_id,
+                poll_seconds=settings.poll_seconds,
+                linger_seconds=settings.linger_seconds,
+                drain_seconds=settings.drain_seconds,
+                engine_count=settings.engine_count,
+                log_dir=log_dir,
+            ),
+            Outside(
+                buffer=self._buffer,
+                scorer=GrpcScorer(reward_channel),
+                read_run=convert.run_settings,
+                load_tokenizer=load_tokenizer,
+                make_factory=make_factory,
+                make_router=lambda fleet: make_router(fleet, log_dir),
+            ),
+        )
+        self.server.add(
+            rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(self.node), _ROLLOUT
+        )
+        self.server.add(
+            weight_service_pb2_grpc.add_WeightServiceServicer_to_server, WeightServicer(self.node), _WEIGHTS
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT, then gives leases back and stops the engines."""
+        await self.start()
+        REGISTRY.register(NodeCollector(self.node))
+        await self.server.run_until_signal(self.stop)
+        for channel in self._channels:
+            await channel.close()
+
+    async def start(self) -> None:
+        """Starts the server and the loops; returns at once."""
+        await self.server.start()
+        for name in (_ROLLOUT, _WEIGHTS):
+            await self.server.set_ready(name, True)
+        self._tasks = [asyncio.create_task(self.node.serve()), asyncio.create_task(self._register())]
+
+    async def stop(self) -> None:
+        """Ends the loops, then the node."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.node.stop()
+
+    async def _register(self) -> None:
+        """Renews this node's lease in the registry."""
+        node = self.node
+        while True:
+            attributes = {"run_id": node.run_id, "engines": str(len(node.slots))}
+            try:
+                await self._buffer.register(self._node_id, self.server.address, node.incarnation, attributes)
+            except ServiceError as error:
+                log.warning("node is not registered", error=str(error))
+            await asyncio.sleep(self._settings.member_ttl / 4)

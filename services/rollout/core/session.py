@@ -1,0 +1,146 @@
+"""One run on one node: its engines, its updates, its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from services.common.errors import Code, ServiceError
+from services.common.records import Prompt, Sample, SamplingParams
+from services.common.telemetry import get_logger
+from services.rollout.core.completer import Completer
+from services.rollout.core.counters import Counters
+from services.rollout.core.evaluation import Evaluation, EvaluationRequest
+from services.rollout.core.fleet import Fleet
+from services.rollout.core.generate import Generator, make_generator
+from services.rollout.core.generation_loop import GenerationLoop
+from services.rollout.core.makers import RolloutMaker, SupervisedMaker
+from services.rollout.core.ports import PromptBuffer, Scorer, Tokenizer
+from services.rollout.core.run_settings import RunSettings
+from services.rollout.core.scoring import Scoring
+from services.rollout.core.weights import WeightUpdates
+
+log = get_logger(__name__)
+
+_SFT_INFLIGHT = 512
+_RUNNING_DEFAULT = 64
+"""Requests an engine is assumed to decode at once before it has told."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """The tiers a session talks to, and the node's counters."""
+
+    buffer: PromptBuffer
+    scorer: Scorer
+    counters: Counters
+
+
+class RunSession:
+    """A run being served.
+
+    Args:
+        run: its settings.
+        services: buffer, reward and counters.
+        tokenizer: of the run's checkpoint.
+        fleet: engines; None for a supervised run.
+
+    Raises FUNCTION_NOT_LOADABLE for a generate function that cannot be used.
+    """
+
+    def __init__(self, run: RunSettings, services: Services, tokenizer: Tokenizer, fleet: Fleet | None) -> None:
+        self.run = run
+        self.fleet = fleet
+        self.updates: WeightUpdates | None = None
+        self._services = services
+        self._task: asyncio.Task[None] | None = None
+        self._generator: Generator | None = None
+        self._maker: RolloutMaker | None = None
+        if fleet is None:
+            maker: RolloutMaker | SupervisedMaker = SupervisedMaker(run, tokenizer)
+        else:
+            completer = Completer(fleet, tokenizer, services.counters, run.max_context_length)
+            self._generator = make_generator(completer, run)
+            self.updates = WeightUpdates(fleet, services.counters, run.pause_mode, run.update_timeout)
+            maker = self._maker = RolloutMaker(
+                fleet, self._generator, Scoring(services.scorer, run.score), run, tokenizer, services.counters
+            )
+        self._loop = GenerationLoop(services.buffer, maker, run, services.counters, self._inflight(), self._ready)
+
+    def _inflight(self) -> int:
+        """Groups in flight: twice what the engines decode at once keeps them full while others are scored."""
+        if self.run.max_inflight:
+            return self.run.max_inflight
+        if self.fleet is None:
+            return _SFT_INFLIGHT
+        samples = 2 * _RUNNING_DEFAULT * max(1, len(self.fleet.slots))
+        return max(8, samples // self.run.samples_per_prompt)
+
+    async def _ready(self, timeout: float) -> bool:
+        return True if self.fleet is None else await self.fleet.wait_serving(timeout)
+
+    def start(self) -> None:
+        """Begins to lease prompts."""
+        self._task = asyncio.create_task(self._loop.run(), name=f"generation of {self.run.run_id}")
+
+    @property
+    def running_group_count(self) -> int:
+        """Groups in flight."""
+        return self._loop.running_count
+
+    @property
+    def problem(self) -> str:
+        """Why groups do not come, in one sentence; empty when they do."""
+        if self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception():
+            return f"The generation loop ended: {self._task.exception()}"
+        return self._loop.problem
+
+    async def drain(self, max_wait: float) -> int:
+        """Stops leasing; returns how many groups were given back unfinished."""
+        return await self._loop.drain(max_wait)
+
+    async def stop(self, max_wait: float) -> None:
+        """Drains and ends; the fleet is left running."""
+        await self._loop.drain(max_wait)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._task
+        if self.updates is not None:
+            await self.updates.close()
+        if self._generator is not None:
+            self._generator.close()
+
+    def evaluation(self, request: EvaluationRequest) -> Evaluation:
+        """An evaluation on this run's engines. Raises NO_ENGINE_READY for a supervised run."""
+        maker = self._engines_of("evaluate")
+        per_prompt = request.sample_count or self.run.samples_per_eval_prompt
+        concurrency = max(4, 2 * _RUNNING_DEFAULT * len(maker.fleet.slots) // per_prompt)
+        return Evaluation(self._services.buffer, maker, request, concurrency)
+
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, sample_count: int, timeout: float
+    ) -> Sequence[Sample]:
+        """Unscored samples of a prompt given by text or tokens, single turn."""
+        maker = self._engines_of("generate")
+        if not len(prompt.tokens):
+            prompt = replace(prompt, tokens=np.array(maker.tokenizer.encode(prompt.text), np.int32))
+        given = {name: value for name, value in vars(sampling).items() if value not in (None, ())}
+        limited = replace(self.run, generate_timeout=min(timeout, self.run.generate_timeout))
+        generator = Generator(maker.generator.completer, limited)
+        single = replace(maker, generator=generator)
+        return await single.samples(prompt, replace(self.run.sampling, **given), max(1, sample_count))
+
+    def _engines_of(self, verb: str) -> RolloutMaker:
+        if self._maker is None:
+            raise ServiceError(
+                Code.UNAVAILABLE,
+                "NO_ENGINE_READY",
+                f"Run {self.run.run_id} is supervised (loss_type sft_loss) and has no engines: it cannot {verb}.",
+                run_id=self.run.run_id,
+            )
+        return self._maker
