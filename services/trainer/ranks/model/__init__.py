@@ -1,0 +1,1 @@
+"""The language model: Hugging Face configuration and weights on one side, megatron-core's GPTModel on the other."""

@@ -1,0 +1,120 @@
+"""Causal attention over packed sequences, without TransformerEngine: a `core_attention` for megatron's layer specs.
+
+Megatron's own local attention refuses packed batches. This one handles grouped query heads, tensor parallelism
+(each rank has its own heads) and packs laid out by `PackLayout`; no dropout, no sliding window, no context
+parallelism.
+
+Two ways, equal up to rounding: on CUDA in half precision torch's variable-length flash attention; elsewhere the
+segments are put into a few padded batches of similar length. Padding is to the right, and a causal query never
+looks right, so no mask is needed and padded cells receive no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+
+from services.trainer.ranks.model.packing import PackLayout
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
+
+class PackedAttention(MegatronModule):
+    """softmax(q kᵀ / √d) v within every segment of a pack.
+
+    Query [t, heads, d], key and value [t, kv_heads, d] (this rank's heads) → [t, heads · d].
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError("packed attention has no dropout; set attention_dropout to 0")
+        if config.context_parallel_size > 1:
+            raise ValueError("packed attention does not split sequences; set context_parallel_size to 1")
+        del layer_number, attn_mask_type, attention_type
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
+        """See the class; masks are ignored: attention is causal by segment."""
+        if not isinstance(packed_seq_params, PackLayout):
+            raise TypeError("packed attention needs a PackLayout as packed_seq_params")
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        if query.is_cuda and half and varlen_attn is not None:
+            out = self._variable_length(query, key, value, packed_seq_params)
+        else:
+            out = self._padded(query, key, value, packed_seq_params)
+        return out.reshape(out.size(0), -1)
+
+    def _variable_length(self, query, key, value, layout: PackLayout):
+        repeat = query.size(1) // key.size(1)
+        if repeat > 1:  # not every torch release has grouped heads here
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        starts, longest = layout.starts, layout.longest
+        return varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+        )
+
+    def _padded(self, query, key, value, layout: PackLayout):
+        batches, back = layout.batches()
+        grouped = query.size(1) != key.size(1)
+        outs = []
+        for batch in batches:
+            q, k, v = (
+                x.index_select(0, batch.gather).view(batch.count, batch.width, x.size(1), x.size(2)).transpose(1, 2)
+                for x in (query, key, value)
+            )
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, batch.valid))
+        return torch.cat(outs).index_select(0, back)
+
+    def sharded_state_dict(self, *_, **__):
+        """No parameters, so nothing in a checkpoint."""
+        return {}
+
+
+class PackedRotary(torch.nn.Module):
+    """Rotary angles of every token of a pack, by its position in its own segment.
+
+    Stands in for megatron's rotary embedding: the "sequence length" it computes is the layout itself.
+    """
+
+    def __init__(self, inverse_frequencies: list[float], device: torch.device) -> None:
+        super().__init__()
+        self.inverse_frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32, device=device)
+
+    def get_rotary_seq_len(self, *args, packed_seq_params: PackLayout | None = None, **_):
+        """The layout, which `forward` takes."""
+        layout = packed_seq_params if packed_seq_params is not None else args[-1]
+        if not isinstance(layout, PackLayout):
+            raise TypeError("packed rotary positions need a PackLayout as packed_seq_params")
+        return layout
+
+    def forward(self, layout: PackLayout, **_):
+        """float32 [t, 1, 1, head_dim]."""
+        angles = layout.positions.float()[:, None] * self.inverse_frequencies
+        return torch.cat((angles, angles), dim=-1)[:, None, None]
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """RMS norm whose weight megatron knows to be shared by the parts of a split sequence (their gradients are summed)."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **_) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+

@@ -1,0 +1,106 @@
+"""Builds megatron-core's GPTModel for a Hugging Face configuration.
+
+Megatron's local layer spec (no TransformerEngine) with two modules swapped: packed attention, and RMS norms that know
+sequence parallelism. The rotary module is replaced by one that understands packs. With tensor parallelism the
+sequence is split too.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from services.common.errors import Code, ServiceError
+from services.trainer.ranks.model.attention import PackedAttention, PackedRotary, RmsNorm
+from services.trainer.ranks.model.hf_config import HfConfig, inverse_frequencies
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up so that ranks have equal shards."""
+    return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size
+
+
+def transformer_config(hf: HfConfig, *, bf16: bool, device: torch.device) -> TransformerConfig:
+    """megatron's configuration of the model under the current parallel layout.
+
+    Raises:
+        ServiceError: MODEL_UNSUPPORTED when heads do not divide over the tensor-parallel ranks.
+    """
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if hf.kv_heads % ranks:
+        raise ServiceError(
+            Code.INVALID_ARGUMENT,
+            "MODEL_UNSUPPORTED",
+            f"tensor_model_parallel_size {ranks} does not divide the model's {hf.kv_heads} key-value heads;"
+            " use a divisor of them.",
+        )
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=hf.layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.heads,
+        num_query_groups=hf.kv_heads,
+        kv_channels=hf.head_dim,
+        layernorm_epsilon=hf.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.family.qkv_bias,
+        qk_layernorm=hf.family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=ranks,
+        sequence_parallel=ranks > 1,
+        params_dtype=dtype,
+        bf16=bf16,
+        variable_seq_lengths=True,
+        # Loss functions return sums and a count; megatron divides by the count of the whole optimizer step.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        moe_token_dispatcher_type="alltoall",  # the default is refused together with variable lengths
+        # Weights are always loaded; random initial values of a large model would only cost time.
+        perform_initialization=False,
+        use_cpu_initialization=device.type == "cpu",
+        # Fusions that need apex or TransformerEngine, or compile at the first call.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
+    """The model with uninitialised weights on `device`; fill it with `hf_weights.load_weights`."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    for owner, names in (
+        (layer, ("input_layernorm", "pre_mlp_layernorm")),
+        (attention, ("q_layernorm", "k_layernorm")),
+    ):
+        for name in names:
+            if getattr(owner, name) is not IdentityOp and getattr(owner, name) is not None:
+                setattr(owner, name, RmsNorm)
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[spec] * hf.layers, layer_norm=RmsNorm),
+        vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=hf.max_positions,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=hf.tied,
+    )
+    assert all(isinstance(block, TransformerLayer) for block in model.decoder.layers)
+    model.rotary_pos_emb = PackedRotary(inverse_frequencies(hf), device)
+    return model.to(device)

@@ -1,0 +1,90 @@
+"""How several sequences lie in one packed batch, for attention and rotary positions.
+
+Megatron passes a `PackedSeqParams` through every layer. Ours tells megatron that the pack is one sequence (so that
+its rotary code, which loops over sequences in every layer, makes one call) and keeps the true segments for the two
+modules of ours that need them: `PackedRotary` and `PackedAttention`.
+
+Invariant: segments follow each other without gaps; their lengths sum to the tokens of the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+_PADDING_LIMIT = 1.25
+
+
+@dataclass(frozen=True)
+class SegmentBatch:
+    """Segments of similar length as one padded batch.
+
+    gather: int64 [n * width], token index of every cell (padding repeats the segment's first token);
+    valid: int64 [tokens], cells that hold a token, in the order of the batch.
+    """
+
+    count: int
+    width: int
+    gather: torch.Tensor
+    valid: torch.Tensor
+
+
+class PackLayout(PackedSeqParams):
+    """Segments of a pack of t tokens.
+
+    Attributes:
+        positions: int64 [t], position of every token in its own segment.
+        starts: int32 [segments + 1], on the device, for variable-length attention kernels.
+        longest: tokens of the longest segment.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        total = sum(lengths)
+        whole = torch.tensor([0, total], dtype=torch.int32)  # on the CPU: megatron reads the values
+        super().__init__(
+            qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=total, max_seqlen_kv=total
+        )
+        self.lengths = tuple(lengths)
+        self.longest = max(lengths)
+        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        self.starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+        self.device = device
+        self._batches: tuple[tuple[SegmentBatch, ...], torch.Tensor] | None = None
+
+    def batches(self) -> tuple[tuple[SegmentBatch, ...], torch.Tensor]:
+        """Padded batches, and the int64 [t] index that puts their valid cells, concatenated, back in order."""
+        if self._batches is None:
+            self._batches = self._build_batches()
+        return self._batches
+
+    def _build_batches(self) -> tuple[tuple[SegmentBatch, ...], torch.Tensor]:
+        starts = self.starts.tolist()
+        order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
+        chunks: list[list[int]] = []
+        for i in order:
+            if self.lengths[i] == 0:
+                continue
+            if chunks and self.lengths[chunks[-1][0]] <= _PADDING_LIMIT * self.lengths[i]:
+                chunks[-1].append(i)
+            else:
+                chunks.append([i])
+        batches, sources = [], []
+        for chunk in chunks:
+            width = self.lengths[chunk[0]]
+            first = torch.tensor([starts[i] for i in chunk])[:, None]
+            lengths = torch.tensor([self.lengths[i] for i in chunk])[:, None]
+            column = torch.arange(width)[None]
+            filled = column < lengths
+            cells = torch.where(filled, first + column, first)
+            valid = filled.flatten().nonzero()[:, 0]
+            sources.append(cells.flatten()[valid])
+            batches.append(
+                SegmentBatch(len(chunk), width, cells.flatten().to(self.device), valid.to(self.device))
+            )
+        back = torch.empty(sum(self.lengths), dtype=torch.int64)
+        source = torch.cat(sources)
+        back[source] = torch.arange(len(source))
+        return tuple(batches), back.to(self.device)

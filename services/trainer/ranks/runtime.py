@@ -1,0 +1,57 @@
+"""Process-wide state of a rank: device, process groups, random seeds. Nothing here knows models or losses."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.ranks.megatron_setup import prepare
+
+COLLECTIVE_VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+"""Environment that all members of an NCCL group must agree on, else transfers hang."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a rank stands: global rank and size, rendezvous port of the world, tensor-parallel size."""
+
+    rank: int
+    world_size: int
+    master_port: int
+    tensor_parallel_size: int
+    master_address: str = "127.0.0.1"
+
+
+def start(layout: Layout, device: str, seed: int) -> torch.device:
+    """Joins the world and megatron's groups, seeds everything; returns this rank's device. Call once."""
+    if device == "cuda":
+        where = torch.device("cuda", layout.rank % torch.cuda.device_count())
+        torch.cuda.set_device(where)
+        # SGLang's engines run without cuMem; a weight group hangs unless all members agree.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    else:
+        where = torch.device("cpu")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    prepare(device)
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://{layout.master_address}:{layout.master_port}",
+        rank=layout.rank,
+        world_size=layout.world_size,
+        timeout=datetime.timedelta(minutes=10),
+    )
+    parallel_state.initialize_model_parallel(layout.tensor_parallel_size, create_gloo_process_groups=False)
+    torch.manual_seed(seed)
+    # Without dropout megatron's generator state is never used; this form touches no CUDA state on a CPU.
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, inference_rng_tracker=device == "cpu", force_reset_rng=True
+    )
+    return where
