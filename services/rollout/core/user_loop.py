@@ -52,6 +52,16 @@ class _Worker:
         """How long the loop has not turned."""
         return max(0.0, time.monotonic() - self.beat - _BEAT_SECONDS)
 
+    def end(self) -> None:
+        """Cancels what runs and stops the loop, once it turns."""
+
+        def stop() -> None:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.call_later(0.05, self.loop.stop)
+
+        self.loop.call_soon_threadsafe(stop)
+
     def blocked_at(self) -> str:
         """File, line and source of what the thread does now, innermost line of the user's."""
         frame = sys._current_frames().get(self.thread.ident or 0)
@@ -122,7 +132,8 @@ class UserLoop:
         if worker is not self._worker or worker.stalled_seconds <= self._stall:
             return
         self.abandoned_count += 1
-        log.error("a blocked event loop is abandoned", function=self._name, at=worker.blocked_at())
+        log.warning("a blocked event loop is abandoned", function=self._name, at=worker.blocked_at())
+        worker.end()  # if the block ever ends
         self._worker = None  # its other callers run into their own deadlines, or end if the block ends
 
     def close(self) -> None:
@@ -130,9 +141,7 @@ class UserLoop:
         if self._monitor is not None:
             self._monitor.cancel()
         if self._worker is not None:
-            for future in list(self._worker.calls):
-                future.cancel()
-            self._worker.loop.call_soon_threadsafe(self._worker.loop.stop)
+            self._worker.end()
             self._worker = None
 
 
