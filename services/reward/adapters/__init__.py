@@ -1,0 +1,1 @@
+"""Worker processes and the libraries used inside them."""

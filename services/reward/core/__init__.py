@@ -1,0 +1,1 @@
+"""Scoring rules without transport or processes."""
