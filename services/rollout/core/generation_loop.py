@@ -47,7 +47,7 @@ class GenerationLoop:
         maker: generates and scores one group.
         run: settings.
         counters: of the node.
-        max_inflight: most groups in flight.
+        max_inflight: says how many groups may be in flight now.
         ready: waits at most the given seconds until work makes sense; False when it does not.
     """
 
@@ -57,7 +57,7 @@ class GenerationLoop:
         maker: GroupMaker,
         run: RunSettings,
         counters: Counters,
-        max_inflight: int,
+        max_inflight: Callable[[], int],
         ready: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._buffer = buffer
@@ -98,7 +98,7 @@ class GenerationLoop:
 
     async def _turn(self) -> None:
         """Leases once and starts work on what came."""
-        free = self._max_inflight - len(self._work)
+        free = self._max_inflight() - len(self._work)
         if free <= 0:
             self._freed.clear()
             with contextlib.suppress(TimeoutError):

@@ -69,7 +69,7 @@ class RunSession:
             maker = self._maker = RolloutMaker(
                 fleet, self._generator, Scoring(services.scorer, run.score), run, tokenizer, services.counters
             )
-        self._loop = GenerationLoop(services.buffer, maker, run, services.counters, self._inflight(), self._ready)
+        self._loop = GenerationLoop(services.buffer, maker, run, services.counters, self._inflight, self._ready)
 
     def _inflight(self) -> int:
         """Groups in flight: twice what the engines decode at once keeps them full while others are scored."""
@@ -77,8 +77,12 @@ class RunSession:
             return self.run.max_inflight
         if self.fleet is None:
             return _SFT_INFLIGHT
-        samples = 2 * _RUNNING_DEFAULT * max(1, len(self.fleet.slots))
-        return max(8, samples // self.run.samples_per_prompt)
+        return max(8, 2 * self._running_count() // self.run.samples_per_prompt)
+
+    def _running_count(self) -> int:
+        """Requests that all engines together decode at once."""
+        slots = self.fleet.slots if self.fleet else []
+        return sum(slot.info.max_running if slot.info else _RUNNING_DEFAULT for slot in slots)
 
     async def _ready(self, timeout: float) -> bool:
         return True if self.fleet is None else await self.fleet.wait_serving(timeout)
@@ -119,7 +123,7 @@ class RunSession:
         """An evaluation on this run's engines. Raises NO_ENGINE_READY for a supervised run."""
         maker = self._engines_of("evaluate")
         per_prompt = request.sample_count or self.run.samples_per_eval_prompt
-        concurrency = max(4, 2 * _RUNNING_DEFAULT * len(maker.fleet.slots) // per_prompt)
+        concurrency = max(4, 2 * self._running_count() // per_prompt)
         return Evaluation(self._services.buffer, maker, request, concurrency)
 
     async def generate(

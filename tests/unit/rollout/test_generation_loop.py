@@ -38,7 +38,7 @@ def build(buffer, script, run=None, scorer=None, inflight=8):
     maker = RolloutMaker(
         fleet, Generator(completer, run), Scoring(scorer or FixedScorer(), run.score), run, Chars(), counters
     )
-    return GenerationLoop(buffer, maker, run, counters, inflight, fleet.wait_serving), counters
+    return GenerationLoop(buffer, maker, run, counters, lambda: inflight, fleet.wait_serving), counters
 
 
 @contextlib.asynccontextmanager
