@@ -168,7 +168,7 @@ class SGLangRouter:
                     await asyncio.gather(*(self._register(url) for url in self._limits))
                 self.restart_count += 1
             except ServiceError as error:
-                log.error("router restart failed", error=error.message)
+                log.warning("router restart failed", error=error.message)
             await asyncio.sleep(RESTART_PAUSE_SECONDS)
 
     async def _register(self, url: str) -> None:

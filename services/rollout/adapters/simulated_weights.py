@@ -1,0 +1,126 @@
+"""The simulated engine's weights: a checkpoint's real tensors, updated over real gloo groups.
+
+Tensors are held as bytes by Hugging Face name; torch is imported when the first group is joined. Every failure
+is a `ValueError` with a sentence. Methods block: call them on a thread.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GROUP_SECONDS = 60.0
+"""Longest wait for the other members of a group, at the join and in each collective."""
+
+
+class HeldWeights:
+    """Tensors of one checkpoint and the groups that update them."""
+
+    def __init__(self, model_path: Path) -> None:
+        self._model_path = model_path
+        self._data: dict[str, memoryview] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._groups: dict[str, Any] = {}
+        self._open = False
+
+    def checksums(self) -> dict[str, str]:
+        """First 8 bytes of SHA-256 of every tensor's bytes, as hex digits."""
+        self._load()
+        return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self._data.items()}
+
+    def begin(self) -> None:
+        """Open an update."""
+        if self._open:
+            raise ValueError("begin_weight_update() was called twice without end_weight_update().")
+        self._open = True
+
+    def end(self) -> None:
+        """Close the update."""
+        if not self._open:
+            raise ValueError("end_weight_update() must follow begin_weight_update().")
+        self._open = False
+
+    def join(self, body: dict[str, Any]) -> None:
+        """Join a group; blocks until all members are there."""
+        name = body["group_name"]
+        if name in self._groups:
+            raise ValueError(f"This engine is a member of group {name} already.")
+        if body["backend"] != "gloo":
+            raise ValueError(f"The simulated engine joins gloo groups only, not {body['backend']}.")
+        from torch.distributed import distributed_c10d as c10d
+
+        wait = datetime.timedelta(seconds=GROUP_SECONDS)
+        address = f"tcp://{body['master_address']}:{body['master_port']}"
+        try:
+            meeting = c10d.rendezvous(address, body["rank_offset"], body["world_size"], timeout=wait)
+            store, rank, size = next(meeting)
+            store.set_timeout(wait)
+            # The same prefixes as SGLang's, so that one trainer serves both kinds of engine.
+            group, _ = c10d._new_process_group_helper(
+                size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store), group_name=name, timeout=wait
+            )
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"Failed to join group {name}: {error}") from error
+        self._groups[name] = group
+
+    def leave(self, name: str) -> None:
+        """Leave a group."""
+        group = self._groups.pop(name, None)
+        if group is None:
+            raise ValueError(f"This engine is not in group {name}.")
+        from torch.distributed import distributed_c10d as c10d
+
+        # Registered by name although it was made without a default group: forget it, or a rejoin is refused.
+        for registry in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_backend_config):
+            registry.pop(group, None)
+        c10d._unregister_process_group(group.group_name)
+
+    def receive(self, body: dict[str, Any]) -> None:
+        """Receive tensors by broadcast from rank 0: one flat bucket, or one broadcast each."""
+        specs = list(zip(body["names"], body["dtypes"], map(tuple, body["shapes"]), strict=True))
+        group = self._groups.get(body["group_name"])
+        if not self._open:
+            raise ValueError("Weight updates must run between begin_weight_update() and end_weight_update().")
+        if group is None:
+            raise ValueError(f"This engine is not in group {body['group_name']}.")
+        self._load()
+        for name, _, shape in specs:
+            if self._shapes.get(name) != shape:
+                raise ValueError(f"Tensor {name} of shape {shape} does not fit: it is {self._shapes.get(name)} here.")
+        if body.get("load_format") == "flattened_bucket":
+            self._receive_flat(specs, group)
+        else:
+            for spec in specs:
+                self._receive_flat([spec], group)
+
+    def _receive_flat(self, specs: Sequence[tuple[str, str, tuple[int, ...]]], group: Any) -> None:
+        import torch
+
+        sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in specs]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        # gloo moves bytes, so a sender's float tensor lands in a byte tensor of the same size.
+        try:
+            group.broadcast(flat, 0).wait()
+        except RuntimeError as error:
+            raise ValueError(f"The broadcast failed: {error}") from error
+        view, position = memoryview(flat.numpy()), 0
+        for (name, _, _), size in zip(specs, sizes, strict=True):
+            self._data[name] = view[position : position + size]
+            position += size
+
+    def _load(self) -> None:
+        """Read the checkpoint; the first use pays for it."""
+        if self._data:
+            return
+        from safetensors import deserialize
+
+        index = self._model_path / "model.safetensors.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
+        for file in names or ["model.safetensors"]:
+            for name, tensor in deserialize((self._model_path / file).read_bytes()):
+                self._data[name] = memoryview(tensor["data"])
+                self._shapes[name] = tuple(tensor["shape"])
