@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 
 from prometheus_client import REGISTRY
-from services.rollout.adapters.engines import make_factory, make_router
 from tetrarch.rollout.v1 import rollout_service_pb2_grpc, weight_service_pb2_grpc
 
 from services.common.channel import open_channel
@@ -17,9 +16,13 @@ from services.common.telemetry import get_logger
 from services.rollout import convert
 from services.rollout.adapters.buffer_client import GrpcBuffer
 from services.rollout.adapters.reward_client import GrpcScorer
+from services.rollout.adapters.router import SGLangRouter
+from services.rollout.adapters.sglang_launch import SGLangFactory
 from services.rollout.adapters.tokenizer import load_tokenizer
 from services.rollout.config import RolloutNodeSettings
+from services.rollout.core.engine_port import EngineFactory, Router
 from services.rollout.core.node import Node, NodeSettings, Outside
+from services.rollout.core.run_settings import FleetSettings
 from services.rollout.metrics import NodeCollector
 from services.rollout.servicer import RolloutServicer
 from services.rollout.servicer_weights import WeightServicer
@@ -62,8 +65,8 @@ class App:
                 scorer=GrpcScorer(reward_channel),
                 read_run=convert.run_settings,
                 load_tokenizer=load_tokenizer,
-                make_factory=make_factory,
-                make_router=lambda fleet: make_router(fleet, log_dir),
+                make_factory=_factory,
+                make_router=lambda fleet: _router(fleet, log_dir),
             ),
         )
         self.server.add(
@@ -106,3 +109,18 @@ class App:
             except ServiceError as error:
                 log.warning("node is not registered", error=str(error))
             await asyncio.sleep(self._settings.member_ttl / 4)
+
+
+def _factory(fleet: FleetSettings) -> EngineFactory:
+    """Builder of the kind of engine a run asks for."""
+    if fleet.engine == "simulated":
+        from services.rollout.adapters.simulated_launch import SimulatedFactory
+
+        return SimulatedFactory()
+    return SGLangFactory()
+
+
+def _router(fleet: FleetSettings, log_dir: Path | None) -> Router:
+    """The router in front of a run's engines."""
+    log_path = log_dir / "router.log" if log_dir else None
+    return SGLangRouter(fleet.router_strategy, fleet.router_options, log_path)

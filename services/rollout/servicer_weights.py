@@ -44,7 +44,7 @@ class WeightServicer(weight_service_pb2_grpc.WeightServiceServicer):
         updates = self._updates(request.run_id)
         rules = await updates.prepare(convert.update_request(request), self._timeout(context))
         return weight_service_pb2.PrepareUpdateResponse(
-            checksum_algorithm=CHECKSUM_ALGORITHM, checksum_rules=convert.rules_to_proto(rules)
+            checksum_algorithm=CHECKSUM_ALGORITHM if rules else "", checksum_rules=convert.rules_to_proto(rules)
         )
 
     async def TransferBucket(

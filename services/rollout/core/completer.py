@@ -90,7 +90,7 @@ class Completer:
             try:
                 return await self.fleet.router.generate(request, remaining)
             except ServiceError as error:
-                if error.code is not Code.UNAVAILABLE or deadline - time.monotonic() <= pause:
+                if not may_pass(error) or deadline - time.monotonic() <= pause:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
@@ -132,6 +132,11 @@ class Completer:
             engine_url=two.engine_url,
             cached_tokens=one.cached_tokens,
         )
+
+
+def may_pass(error: ServiceError) -> bool:
+    """True for a failure that is over when tried again: an engine that went away, a queue that was full."""
+    return error.code is Code.UNAVAILABLE or error.metadata.get("status") in ("408", "429")
 
 
 def _timed_out(request: GenerationRequest) -> ServiceError:

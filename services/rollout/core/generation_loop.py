@@ -17,6 +17,7 @@ from services.common.errors import Code, ServiceError
 from services.common.records import Group, Prompt, Sample
 from services.common.telemetry import get_logger
 from services.rollout.core.batching import Batcher
+from services.rollout.core.completer import may_pass
 from services.rollout.core.counters import Counters
 from services.rollout.core.ports import Lease, PromptBuffer, PutResult
 from services.rollout.core.run_settings import RunSettings
@@ -161,7 +162,8 @@ class GenerationLoop:
         self._counters.failed_group_count += 1
         self._failures += 1
         attempt = lease.attempt + 1
-        final = error.code is Code.INVALID_ARGUMENT or attempt >= self._run.max_prompt_attempts
+        hopeless = error.code is Code.INVALID_ARGUMENT and not may_pass(error)
+        final = hopeless or attempt >= self._run.max_prompt_attempts
         reason = ("UNSCORED" if error.reason == "UNSCORED" else "FAILED") if final else ""
         if error.reason == "PROMPT_TOO_LONG":
             reason = error.reason

@@ -82,7 +82,7 @@ class RunSession:
     def _running_count(self) -> int:
         """Requests that all engines together decode at once."""
         slots = self.fleet.slots if self.fleet else []
-        return sum(slot.info.max_running if slot.info else _RUNNING_DEFAULT for slot in slots)
+        return sum((slot.info and slot.info.max_running) or _RUNNING_DEFAULT for slot in slots)
 
     async def _ready(self, timeout: float) -> bool:
         return True if self.fleet is None else await self.fleet.wait_serving(timeout)
