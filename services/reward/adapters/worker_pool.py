@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.errors import ServiceError
 from services.common.telemetry import get_logger
 from services.reward import metrics
 from services.reward.adapters.worker_process import EXCLUSIVE, SHARED, WorkerDied, WorkerProcess
@@ -156,7 +157,7 @@ class WorkerPool:
         """Has a worker import a task's grader.
 
         An import that outlasts the caller's deadline goes on, so that the next caller finds it done.
-        Raises GRADER_NOT_LOADABLE (the worker is being replaced), TimeoutError (it will be idle or replaced).
+        Raises GRADER_NOT_LOADABLE (the worker is idle again or being replaced), TimeoutError (it will be).
         """
         if task.code_key in worker.loaded:
             return
@@ -178,9 +179,8 @@ class WorkerPool:
             hung = f"its module was not imported within {self._limits.import_seconds:.3g} s"
             why = hung if isinstance(error, TimeoutError) else "importing its module ended the process"
             raise not_loadable(name, why) from error
-        except Exception:
-            # A failed import may have left half a module behind.
-            self._replace(worker, "import")
+        except ServiceError:
+            self._release(worker)
             raise
         self._known[task.code_key] = _Loaded(reply["is_async"], reply["file"], _modified_ns(reply["file"]))
 

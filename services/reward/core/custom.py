@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from services.common.errors import ServiceError
 from services.common.settings import suggest
 from services.reward.core.catalogue import check_custom_path, not_loadable
 from services.reward.core.records import Item, Outcome, Task, Unscored, unscored
@@ -57,8 +59,17 @@ class CustomFunction:
 
 
 def load(path: str) -> CustomFunction:
-    """Imports a reward function. Raises GRADER_NOT_LOADABLE."""
+    """Imports a reward function. Raises GRADER_NOT_LOADABLE, after which the module may be mended and tried again."""
     module_name, name = check_custom_path(path)
+    try:
+        return _load(path, module_name, name)
+    except ServiceError:
+        sys.modules.pop(module_name, None)
+        importlib.invalidate_caches()
+        raise
+
+
+def _load(path: str, module_name: str, name: str) -> CustomFunction:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
