@@ -1,0 +1,1 @@
+"""The outside world of the buffer: the store, data files and tokenizers."""

@@ -1,0 +1,46 @@
+-- ARGV: request id, caller, most prompts, ttl in ms, ms to remember the request.
+-- Answer: OK, published version, time in ms, 1 when the request is a repeat, then ordinal, lease id, attempt,
+-- deadline per lease.
+local gone = missing()
+if gone then return gone end
+if field('state') ~= 'ACTIVE' then return {'RUN_FINISHED', field('state')} end
+sweep_expired()
+local request = prefix .. 'q:' .. ARGV[1]
+local answer = {'OK', field('policy_version'), digits(now), '0'}
+
+local function append(o, id, attempt)
+  answer[#answer + 1] = o
+  answer[#answer + 1] = id
+  answer[#answer + 1] = attempt
+  answer[#answer + 1] = redis.call('ZSCORE', leased, o)
+end
+
+local before = redis.call('GET', request)
+if before then
+  answer[4] = '1'
+  for o, id, attempt in string.gmatch(before, '(%d+) (%S+) (%d+);') do
+    local record = redis.call('HMGET', group(o), 'state', 'lease')
+    if record[1] == 'LEASED' and record[2] == id then append(o, id, attempt) end
+  end
+  return answer
+end
+
+local count = math.min(tonumber(ARGV[3]), capacity())
+local limit, rollback, memory = number('draw_limit'), field('rollback'), {}
+for _ = 1, count do
+  local o = redis.call('ZPOPMIN', pending)[1]
+  if not o then
+    local drawn = number('drawn')
+    if limit >= 0 and drawn >= limit then break end
+    o = string.format('%012d', drawn)
+    redis.call('HINCRBY', run, 'drawn', 1)
+  end
+  local leases = redis.call('HINCRBY', group(o), 'leases', 1)
+  local id = digits(o) .. '.' .. digits(leases) .. '.' .. rollback
+  redis.call('HSET', group(o), 'state', 'LEASED', 'lease', id, 'caller', ARGV[2])
+  redis.call('ZADD', leased, now + tonumber(ARGV[4]), o)
+  append(o, id, digits(leases - 1))
+  memory[#memory + 1] = o .. ' ' .. id .. ' ' .. digits(leases - 1) .. ';'
+end
+if #memory > 0 then redis.call('SET', request, table.concat(memory), 'PX', ARGV[5]) end
+return answer

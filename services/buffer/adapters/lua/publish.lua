@@ -1,0 +1,14 @@
+-- ARGV: trainer epoch, version, steps contained. Repeating the newest version changes nothing.
+local gone = missing()
+if gone then return gone end
+local old = fenced(ARGV[1])
+if old then return old end
+local version, current = tonumber(ARGV[2]), number('policy_version')
+if version == current and field('open') == '1' then return {'OK'} end
+if version <= current or version > number('reserved_version') then
+  return {'VERSION_OUT_OF_ORDER', digits(current), field('reserved_version')}
+end
+redis.call('HSET', run, 'policy_version', digits(version), 'open', '1', 'published_steps', ARGV[3],
+  'base', digits(card(consumed) + card(reserved)))
+sweep_stale()
+return {'OK'}

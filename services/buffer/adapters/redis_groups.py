@@ -1,0 +1,143 @@
+"""Reading groups and their payload from the store. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.buffer.adapters.redis_connection import Connection, run_not_found, run_prefix
+from services.buffer.core import ids
+from services.buffer.core.records import GroupRecord, GroupState, StoredGroup
+from services.common.errors import Code, ServiceError
+
+_FIELDS = (
+    "state", "step", "caller", "reason", "leases", "min_version", "rewards", "mean_length", "token", "samples",
+)  # fmt: skip
+_SCAN = 500
+
+
+class GroupReader:
+    """Groups of a run, by ordinal or filtered."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._client = connection.client
+
+    async def samples(self, run_id: str, wanted: Sequence[tuple[int, int]]) -> list[bytes | None]:
+        """Whole samples by (ordinal, index), None where not stored."""
+        prefix = run_prefix(run_id)
+        ordinals = list(dict.fromkeys(ordinal for ordinal, _ in wanted))
+        async with self._connection.errors():
+            pipe = self._client.pipeline(transaction=False)
+            for ordinal in ordinals:
+                pipe.hget(f"{prefix}g:{ordinal:012d}", "token")
+            tokens = dict(zip(ordinals, await pipe.execute(), strict=True))
+            for ordinal, index in wanted:
+                token = (tokens[ordinal] or b"-").decode()
+                pipe.hmget(f"{prefix}p:{ordinal:012d}:{token}", f"m{index}", f"t{index}")
+            parts = await pipe.execute()
+        # The wire form of a message is the concatenation of the wire forms of its parts.
+        return [head + tensors if head is not None and tensors is not None else None for head, tensors in parts]
+
+    async def one(self, run_id: str, ordinal: int) -> tuple[GroupRecord, StoredGroup | None]:
+        """State and payload of a group. Raises GROUP_NOT_FOUND."""
+        records, places = await self._read(run_id, [ordinal])
+        if not records:
+            raise ServiceError(
+                Code.NOT_FOUND, "GROUP_NOT_FOUND", f"No prompt with ordinal {ordinal} was drawn in run {run_id} yet.",
+                run_id=run_id, group_id=ids.group_id(run_id, ordinal),
+            )  # fmt: skip
+        token, count = places[0]
+        if token is None:
+            return records[0], None
+        names = [f"{kind}{index}" for index in range(int(count)) for kind in "mt"]
+        async with self._connection.errors():
+            key = f"{run_prefix(run_id)}p:{ordinal:012d}:{token.decode()}"
+            summary, *parts = await self._client.hmget(key, ["s", *names])
+        if summary is None:
+            return records[0], None
+        samples = tuple((parts[i] or b"") + (parts[i + 1] or b"") for i in range(0, len(parts), 2))
+        return records[0], StoredGroup(summary, samples)
+
+    async def page(
+        self, run_id: str, start: int, count: int, states: Sequence[GroupState], step: int | None
+    ) -> tuple[list[GroupRecord], bool]:
+        """(groups from ordinal `start` on in order, whether more follow)."""
+        prefix = run_prefix(run_id)
+        async with self._connection.errors():
+            drawn, committed = await self._client.hmget(prefix + "run", "drawn", "committed_step")
+        if drawn is None:
+            raise run_not_found(run_id)
+        wanted = set(states)
+        if step is None and (not wanted or GroupState.CONSUMED in wanted):
+            candidates: Sequence[int] = range(start, int(drawn))
+        else:
+            candidates = await self._members(prefix, wanted or set(GroupState), step, int(committed))
+            candidates = sorted(ordinal for ordinal in candidates if ordinal >= start)
+        found: list[GroupRecord] = []
+        for at in range(0, len(candidates), _SCAN):
+            records, _ = await self._read(run_id, candidates[at : at + _SCAN])
+            # A group may have moved on since its set was read.
+            found += [
+                record
+                for record in records
+                if (not wanted or record.state in wanted) and (step is None or record.step == step)
+            ]
+            if len(found) > count:
+                break
+        return found[:count], len(found) > count
+
+    async def _members(self, prefix: str, states: set[GroupState], step: int | None, committed: int) -> list[int]:
+        """Ordinals in the sets of some states, in no order."""
+        async with self._connection.errors():
+            pipe = self._client.pipeline(transaction=False)
+            for state in states:
+                key = prefix + state.value.lower()
+                if step is None:
+                    pipe.zrange(key, 0, -1)
+                elif state is GroupState.CONSUMED:
+                    pipe.zrangebyscore(key, step, step)
+                elif state is GroupState.RESERVED and step == committed + 1:
+                    pipe.zrange(key, 0, -1)
+            return [int(name) for names in await pipe.execute() for name in names]
+
+    async def _read(
+        self, run_id: str, ordinals: Sequence[int]
+    ) -> tuple[list[GroupRecord], list[tuple[bytes | None, bytes | None]]]:
+        """(records of the drawn ones among `ordinals`, their payload tokens and sample counts)."""
+        prefix = run_prefix(run_id)
+        async with self._connection.errors():
+            rows = int(await self._client.hget(prefix + "run", "row_count") or 1)
+            pipe = self._client.pipeline(transaction=False)
+            for ordinal in ordinals:
+                pipe.hmget(f"{prefix}g:{ordinal:012d}", _FIELDS)
+                pipe.zscore(prefix + "leased", f"{ordinal:012d}")
+            answers = await pipe.execute()
+        records, places = [], []
+        for at, ordinal in enumerate(ordinals):
+            values, deadline = answers[2 * at], answers[2 * at + 1]
+            if values[0] is not None:
+                records.append(_record(run_id, ordinal, ordinal // rows, values, deadline))
+                places.append((values[8], values[9]))
+        return records, places
+
+
+def _record(
+    run_id: str, ordinal: int, epoch: int, values: Sequence[bytes | None], deadline: float | None
+) -> GroupRecord:
+    state, step, caller, reason, leases, version, rewards, length = (
+        value.decode() if value is not None else None for value in values[:8]
+    )
+    return GroupRecord(
+        group_id=ids.group_id(run_id, ordinal),
+        ordinal=ordinal,
+        epoch=epoch,
+        state=GroupState(state),
+        step=int(step) if step is not None else None,
+        caller=caller or "",
+        expire_ms=int(deadline) if deadline is not None else None,
+        evict_reason=reason or "",
+        lease_count=int(leases or 0),
+        min_version=int(version) if version is not None else None,
+        rewards=tuple(float(r) if r else None for r in rewards.split(",")) if rewards is not None else (),
+        mean_response_length=float(length) if length is not None else None,
+    )

@@ -1,0 +1,50 @@
+"""Members with leases in the store: a key per member that expires by itself, and a set of their names."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from services.buffer.adapters.redis_connection import ROOT, Connection
+from services.buffer.core.records import Member
+
+_PREFIX = ROOT + "{members}:"
+_NAMES = _PREFIX + "names"
+
+
+class RedisMembers:
+    """MemberStore over a connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._client = connection.client
+
+    async def register(self, member: Member, ttl_seconds: float) -> int:
+        """Adds or renews a member; returns when its lease expires, in ms of the store's clock."""
+        ttl = math.ceil(ttl_seconds * 1000)
+        expire = await self._connection.now_ms() + ttl
+        value = json.dumps(
+            [member.member_id, member.tier, member.address, member.incarnation, member.attributes, expire]
+        )
+        async with self._connection.errors():
+            pipe = self._client.pipeline(transaction=True)
+            pipe.set(_PREFIX + "m:" + member.member_id, value, px=ttl)
+            pipe.sadd(_NAMES, member.member_id)
+            await pipe.execute()
+        return expire
+
+    async def remove(self, member_id: str) -> None:
+        """Removes a member, if it is there."""
+        async with self._connection.errors():
+            pipe = self._client.pipeline(transaction=True)
+            pipe.delete(_PREFIX + "m:" + member_id)
+            pipe.srem(_NAMES, member_id)
+            await pipe.execute()
+
+    async def members(self, tier: str) -> list[Member]:
+        """Members of a tier ("" is all) whose lease has not expired, by id."""
+        async with self._connection.errors():
+            names = sorted(name.decode() for name in await self._client.smembers(_NAMES))
+            values = await self._client.mget([_PREFIX + "m:" + name for name in names]) if names else []
+        found = [Member(*json.loads(value)) for value in values if value is not None]
+        return [member for member in found if not tier or member.tier == tier]

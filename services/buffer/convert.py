@@ -1,0 +1,262 @@
+"""Messages of `tetrarch.buffer.v1` ⇄ the buffer's values.
+
+The only module that packs payload: a sample is kept as two serialized messages, one without and one with only
+its tensors. Serialized messages merge by concatenation, so the texts can be looked at, and outlive, the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from google.protobuf import duration_pb2, timestamp_pb2
+from pydantic import ValidationError
+from tetrarch.buffer.v1 import buffer_service_pb2 as pb
+from tetrarch.buffer.v1 import registry_service_pb2, run_pb2
+from tetrarch.common.v1 import sample_pb2
+
+from services.buffer.core import groups
+from services.buffer.core.plan import RunPlan, make_plan
+from services.buffer.core.records import (
+    Batch,
+    GroupRecord,
+    GroupState,
+    Leases,
+    Member,
+    PackedGroup,
+    PutOutcome,
+    PutResult,
+    RunRecord,
+    RunState,
+    Stats,
+    StoredGroup,
+)
+from services.common.convert import group_from_proto, prompt_to_proto
+from services.common.errors import ServiceError, invalid_field
+from services.common.records import Group
+from services.common.run_spec import RunSpec
+from services.common.settings import explain
+
+_TENSORS = ("tokens", "loss_mask", "log_probs")
+
+
+def seconds(message: duration_pb2.Duration) -> float:
+    """Seconds of a Duration."""
+    return message.seconds + message.nanos / 1e9
+
+
+def timestamp(milliseconds: int) -> timestamp_pb2.Timestamp:
+    """Timestamp of Unix milliseconds."""
+    return timestamp_pb2.Timestamp(seconds=milliseconds // 1000, nanos=milliseconds % 1000 * 1_000_000)
+
+
+def plan_of(run_id: str, spec_json: str) -> tuple[RunPlan, str]:
+    """(plan, resolved settings as JSON under this run id). Raises INVALID_FIELD with one sentence."""
+    try:
+        spec = RunSpec.model_validate_json(spec_json)
+    except ValidationError as error:
+        raise invalid_field("spec_json", "…", explain(error, RunSpec).rstrip(".")) from error
+    spec = spec.model_copy(update={"run_id": run_id})
+    return make_plan(spec), spec.model_dump_json()
+
+
+def run_to_proto(run: RunRecord) -> run_pb2.Run:
+    """Message of a run."""
+    return run_pb2.Run(
+        run_id=run.run_id,
+        state=run_pb2.RunState.Value(f"RUN_STATE_{run.state.value}"),
+        reason=run.reason,
+        create_time=timestamp(run.created_ms),
+        policy_version=run.policy_version,
+        committed_step=run.committed_step,
+        checkpoint_step=run.checkpoint_step,
+        checkpoint_path=run.checkpoint_path,
+        trainer_epoch=run.trainer_epoch,
+        reserved_version=run.reserved_version,
+        spec_json=run.spec_json,
+    )
+
+
+def run_state(value: int) -> RunState:
+    """State of an enum value. Raises INVALID_FIELD."""
+    if value not in run_pb2.RunState.values() or value == run_pb2.RUN_STATE_UNSPECIFIED:
+        raise invalid_field("state", value, "use ACTIVE, FINISHED, FAILED or STOPPED")
+    return RunState(run_pb2.RunState.Name(value).removeprefix("RUN_STATE_"))
+
+
+def group_state(value: int) -> GroupState:
+    """State of an enum value. Raises INVALID_FIELD."""
+    if value not in run_pb2.GroupState.values() or value == run_pb2.GROUP_STATE_UNSPECIFIED:
+        known = ", ".join(state.value for state in GroupState)
+        raise invalid_field("states", value, f"use some of {known}")
+    return GroupState(run_pb2.GroupState.Name(value).removeprefix("GROUP_STATE_"))
+
+
+def leases_to_proto(leases: Leases) -> pb.LeasePromptsResponse:
+    """Response of LeasePrompts."""
+    return pb.LeasePromptsResponse(
+        leases=[
+            pb.PromptLease(
+                lease_id=lease.grant.lease_id, prompt=prompt_to_proto(lease.prompt), attempt=lease.grant.attempt
+            )
+            for lease in leases.leases
+        ],
+        expire_time=timestamp(leases.expire_ms),
+        policy_version=leases.policy_version,
+    )
+
+
+def pack_groups(
+    leased: Iterable[pb.LeasedGroup], run_id: str, sample_count: int
+) -> list[PackedGroup | PutResult]:
+    """Groups ready to be stored; those that contradict themselves or the run come as their INVALID result."""
+    return [_pack_or_refuse(item, run_id, sample_count) for item in leased]
+
+
+def _pack_or_refuse(item: pb.LeasedGroup, run_id: str, sample_count: int) -> PackedGroup | PutResult:
+    try:
+        group = group_from_proto(item.group)
+    except ServiceError as error:
+        return PutResult(item.group.group_id, PutOutcome.INVALID, error.message)
+    problem = groups.group_problem(group, run_id, sample_count)
+    if problem:
+        return PutResult(group.group_id, PutOutcome.INVALID, problem)
+    return _pack(item, group)
+
+
+def _pack(item: pb.LeasedGroup, group: Group) -> PackedGroup:
+    """Packs a checked group; takes its message apart on the way."""
+    oldest = groups.oldest_version(group)
+    headers = pb.TakeBatchResponse(
+        samples=[
+            pb.SampleHeader(
+                sample_id=sample.sample_id,
+                group_id=sample.group_id,
+                index=sample.index,
+                prompt_length=sample.prompt_length,
+                response_length=sample.response_length,
+                trained_token_count=int(sample.loss_mask.sum()),
+                reward=sample.reward,
+                # A sample without tokens of its own is as old as its group.
+                min_version=sample.min_version if sample.versions else oldest or 0,
+                max_version=sample.max_version if sample.versions else oldest or 0,
+                status=int(sample.status),
+            )
+            for sample in group.samples
+        ]
+    )
+    heads, tensors = [], []
+    for message, sample in zip(item.group.samples, group.samples, strict=True):
+        parts = {name: getattr(message, name) for name in _TENSORS}
+        tensors.append(sample_pb2.Sample(**parts).SerializeToString())
+        for name in _TENSORS:
+            message.ClearField(name)
+        message.response_length = sample.response_length
+        heads.append(message.SerializeToString())
+    del item.group.samples[:]
+    return PackedGroup(
+        lease_id=item.lease_id,
+        group_id=group.group_id,
+        ordinal=group.ordinal,
+        headers=headers.SerializeToString(),
+        summary=item.group.SerializeToString(),
+        heads=tuple(heads),
+        tensors=tuple(tensors),
+        min_version=oldest,
+        rewards=tuple(sample.reward for sample in group.samples),
+        mean_response_length=groups.mean_response_length(group),
+    )
+
+
+def put_results_to_proto(results: Sequence[PutResult]) -> pb.PutGroupsResponse:
+    """Response of PutGroups."""
+    return pb.PutGroupsResponse(
+        results=[
+            pb.PutResult(
+                group_id=result.group_id,
+                outcome=pb.PutOutcome.Value(f"PUT_OUTCOME_{result.outcome.value}"),
+                message=result.message,
+            )
+            for result in results
+        ]
+    )
+
+
+def batch_to_proto(batch: Batch) -> pb.TakeBatchResponse:
+    """Response of TakeBatch."""
+    response = pb.TakeBatchResponse.FromString(batch.headers)
+    response.ready_group_count = batch.ready_count
+    response.stale_group_count = batch.stale_count
+    response.policy_version = batch.policy_version
+    return response
+
+
+def samples_to_proto(samples: Sequence[bytes]) -> list[sample_pb2.Sample]:
+    """Messages of packed samples."""
+    return [sample_pb2.Sample.FromString(sample) for sample in samples]
+
+
+def stats_to_proto(stats: Stats) -> run_pb2.RunStats:
+    """Message of the counts."""
+    return run_pb2.RunStats(
+        drawn_count=stats.drawn,
+        pending_count=stats.pending,
+        leased_count=stats.leased,
+        ready_count=stats.ready,
+        reserved_count=stats.reserved,
+        consumed_count=stats.consumed,
+        evicted_count=stats.evicted,
+        evicted_by_reason=stats.evicted_by_reason,
+        lease_expired_count=stats.lease_expired,
+        stale_count=stats.stale,
+        staleness_histogram=stats.staleness,
+        capacity=stats.capacity,
+        payload_bytes=stats.payload_bytes,
+        policy_version=stats.policy_version,
+        row_count=stats.row_count,
+    )
+
+
+def group_info(group: GroupRecord) -> run_pb2.GroupInfo:
+    """Message of a group's state."""
+    return run_pb2.GroupInfo(
+        group_id=group.group_id,
+        ordinal=group.ordinal,
+        epoch=group.epoch,
+        state=run_pb2.GroupState.Value(f"GROUP_STATE_{group.state.value}"),
+        step=group.step,
+        caller=group.caller,
+        expire_time=timestamp(group.expire_ms) if group.expire_ms is not None else None,
+        evict_reason=group.evict_reason,
+        lease_count=group.lease_count,
+        min_version=group.min_version,
+        rewards=[math.nan if reward is None else reward for reward in group.rewards],
+        mean_response_length=group.mean_response_length,
+    )
+
+
+def stored_group_to_proto(stored: StoredGroup) -> sample_pb2.Group:
+    """Message of a stored group."""
+    group = sample_pb2.Group.FromString(stored.summary)
+    group.samples.extend(samples_to_proto(stored.samples))
+    return group
+
+
+def member_from_proto(message: registry_service_pb2.Member) -> Member:
+    """Member of a message. Raises INVALID_FIELD."""
+    for name in ("member_id", "tier", "address"):
+        if not getattr(message, name):
+            raise invalid_field(f"member.{name}", "", "it must be set")
+    return Member(message.member_id, message.tier, message.address, message.incarnation, dict(message.attributes))
+
+
+def member_to_proto(member: Member) -> registry_service_pb2.Member:
+    """Message of a member."""
+    return registry_service_pb2.Member(
+        member_id=member.member_id,
+        tier=member.tier,
+        address=member.address,
+        incarnation=member.incarnation,
+        attributes=member.attributes,
+        expire_time=timestamp(member.expire_ms),
+    )

@@ -1,0 +1,290 @@
+"""The buffer's use cases: runs, leases, batches, versions.
+
+Stateless between calls but for an index of the data files, which any server rebuilds from what the store keeps;
+everything that must survive is in the store. It knows neither gRPC nor Redis. Invariants: no call waits past
+its `max_wait`; a prompt is leased only when its data can be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.buffer.core import ids
+from services.buffer.core.plan import RunPlan, fixed_differences
+from services.buffer.core.ports import Dataset, DatasetLoader, Store
+from services.buffer.core.records import (
+    Batch,
+    Created,
+    Grants,
+    GroupRecord,
+    GroupState,
+    LeaseRequest,
+    Leases,
+    PackedGroup,
+    PromptLease,
+    PutOutcome,
+    PutResult,
+    RunRecord,
+    RunState,
+    Stats,
+    StoredGroup,
+)
+from services.buffer.core.waiting import Changes
+from services.common.errors import Code, ServiceError, invalid_field
+from services.common.records import Prompt
+
+MAX_TTL_SECONDS = 24 * 3600.0
+MAX_LEASED_AT_ONCE = 1024
+FETCH_BATCH = 32
+_REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
+
+
+@dataclass
+class _Opened:
+    """A run's data set in this process; `created_ms` tells a new run from an old one of the same id."""
+
+    created_ms: int
+    dataset: Dataset
+
+
+@dataclass
+class Buffer:
+    """Use cases over a store and a loader of data sets."""
+
+    store: Store
+    loader: DatasetLoader
+    changes: Changes = field(default_factory=Changes)
+    _opened: dict[str, _Opened] = field(default_factory=dict)
+    _opening: dict[str, asyncio.Lock] = field(default_factory=dict)
+
+    # -- runs
+
+    async def create_run(self, run_id: str, spec_json: str, plan: RunPlan) -> Created:
+        """Creates a run, or opens it again when nothing differs that must not. Raises RUN_EXISTS, DATA_*."""
+        ids.check_run_id(run_id)
+        async with self._opening.setdefault(run_id, asyncio.Lock()):
+            known = await self.store.find_run(run_id)
+            if known is None:
+                dataset = await self.loader.load(run_id, spec_json, None)
+                created = await self.store.create_run(run_id, spec_json, plan, dataset)
+                record = await self.store.get_run(run_id)
+                if created:
+                    self._opened[run_id] = _Opened(record.created_ms, dataset)
+                    return Created(record, created=True)
+                known = record
+            await self._reopen(known, spec_json, plan)
+        self.changes.notify(run_id)
+        return Created(await self.store.get_run(run_id), created=False)
+
+    async def _reopen(self, known: RunRecord, spec_json: str, plan: RunPlan) -> None:
+        differing = fixed_differences(known.spec_json, spec_json)
+        if differing:
+            raise ServiceError(
+                Code.ALREADY_EXISTS,
+                "RUN_EXISTS",
+                f"Run {known.run_id} exists with other settings: {'; '.join(differing)}; give this run another run_id, or"
+                " set the keys back to go on with it.",
+                run_id=known.run_id,
+                keys=", ".join(differing),
+            )
+        skipped = await self.store.skipped_rows(known.run_id)
+        dataset = await self.loader.load(known.run_id, spec_json, skipped)
+        self._check_unchanged(known, dataset)
+        if not await self.store.update_run(known, spec_json, plan):
+            raise ServiceError(
+                Code.ABORTED, "RUN_CHANGED", f"Run {known.run_id} was opened by another caller just now; try again."
+            )
+        self._opened[known.run_id] = _Opened(known.created_ms, dataset)
+
+    async def get_run(self, run_id: str) -> RunRecord:
+        """The run. Raises RUN_NOT_FOUND."""
+        return await self.store.get_run(run_id)
+
+    async def list_runs(self, states: Sequence[RunState], start: int, count: int) -> tuple[list[RunRecord], bool]:
+        """(runs, whether more follow), newest first, skipping `start`."""
+        return await self.store.list_runs(states, start, count)
+
+    async def finish_run(self, run_id: str, state: RunState, reason: str, trainer_epoch: int) -> RunRecord:
+        """Ends a run; the first end is kept. Raises FENCED."""
+        if state is RunState.ACTIVE:
+            raise invalid_field("state", state.value, "a run ends as FINISHED, FAILED or STOPPED")
+        await self.store.finish_run(run_id, state, reason, trainer_epoch)
+        self.changes.notify(run_id)
+        return await self.store.get_run(run_id)
+
+    async def begin_session(self, run_id: str, caller: str) -> tuple[int, RunRecord]:
+        """Fences earlier trainers; returns the new epoch and the run. Raises RUN_FINISHED."""
+        epoch = await self.store.begin_session(run_id, caller)
+        return epoch, await self.store.get_run(run_id)
+
+    # -- leases
+
+    async def lease_prompts(self, run_id: str, request: LeaseRequest, max_wait: float) -> Leases:
+        """Leases prompts within the admission limit. Raises RUN_FINISHED, INVALID_FIELD, DATA_*."""
+        if not request.request_id or len(request.request_id) > 64:
+            raise invalid_field("request_id", request.request_id, "use a UUID of this request")
+        if not 1 <= request.count <= MAX_LEASED_AT_ONCE:
+            raise invalid_field("max_prompt_count", request.count, f"use 1 to {MAX_LEASED_AT_ONCE}")
+        _check_ttl(request.ttl_seconds)
+        dataset = await self._dataset(run_id)
+
+        def settled(answer: Grants) -> bool:
+            return bool(answer.grants) or answer.repeated
+
+        answer = await self.changes.until(run_id, max_wait, lambda: self.store.lease(run_id, request), settled)
+        prompts = await dataset.prompts([grant.ordinal for grant in answer.grants])
+        leases = tuple(PromptLease(grant, prompt) for grant, prompt in zip(answer.grants, prompts, strict=True))
+        expire = min((grant.deadline_ms for grant in answer.grants), default=answer.now_ms)
+        return Leases(leases, answer.policy_version, expire)
+
+    async def extend_leases(self, run_id: str, lease_ids: Sequence[str], ttl: float) -> tuple[int, list[str]]:
+        """(new deadline in ms, leases that are no longer held)."""
+        _check_ttl(ttl)
+        known, foreign = _parse_leases(lease_ids)
+        deadline, lost = await self.store.extend(run_id, known, ttl)
+        return deadline, foreign + lost
+
+    async def release_leases(self, run_id: str, lease_ids: Sequence[str], reason: str) -> tuple[int, list[str]]:
+        """(leases given back, leases that were no longer held)."""
+        if reason and not _REASON.fullmatch(reason):
+            raise invalid_field("evict_reason", reason, "use capitals, digits and underscores, at most 63 characters")
+        known, foreign = _parse_leases(lease_ids)
+        released, lost = await self.store.release(run_id, known, reason)
+        self.changes.notify(run_id)
+        return released, foreign + lost
+
+    async def samples_per_group(self, run_id: str) -> int:
+        """Samples that a complete group of the run has. Raises RUN_NOT_FOUND."""
+        return await self.store.samples_per_group(run_id)
+
+    async def put_groups(self, run_id: str, groups: Sequence[PackedGroup | PutResult]) -> list[PutResult]:
+        """Outcome of every group, in order; groups that the edge refused already come as their result."""
+        packed = [group for group in groups if isinstance(group, PackedGroup)]
+        answers = iter(await self.store.put(run_id, packed) if packed else ())
+        results = [next(answers) if isinstance(group, PackedGroup) else group for group in groups]
+        if any(result.outcome is PutOutcome.STORED for result in results):
+            self.changes.notify(run_id)
+        return results
+
+    # -- batches
+
+    async def take_batch(
+        self, run_id: str, trainer_epoch: int, step: int, count: int, max_wait: float
+    ) -> Batch:
+        """Reserves `count` groups for a step. Raises FENCED, STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED."""
+        if count < 1:
+            raise invalid_field("group_count", count, "a batch has at least one group")
+        batch = await self.changes.until(
+            run_id,
+            max_wait,
+            lambda: self.store.take(run_id, trainer_epoch, step, count),
+            lambda answer: bool(answer.headers),
+        )
+        self.changes.notify(run_id)
+        return batch
+
+    async def fetch_samples(self, run_id: str, sample_ids: Sequence[str]):
+        """Yields lists of packed samples in the order asked. Raises SAMPLE_NOT_FOUND."""
+        await self.store.run_created_ms(run_id)
+        wanted = [ids.parse_sample_id(run_id, text) for text in sample_ids]
+        for start in range(0, len(wanted), FETCH_BATCH):
+            part = await self.store.samples(run_id, wanted[start : start + FETCH_BATCH])
+            for text, sample in zip(sample_ids[start : start + FETCH_BATCH], part, strict=True):
+                if sample is None:
+                    raise ids.sample_not_found(run_id, text)
+            yield part
+
+    async def commit_step(self, run_id: str, trainer_epoch: int, step: int) -> int:
+        """Groups consumed by the step. Raises FENCED, STEP_OUT_OF_ORDER."""
+        count = await self.store.commit(run_id, trainer_epoch, step)
+        self.changes.notify(run_id)
+        return count
+
+    async def record_checkpoint(self, run_id: str, trainer_epoch: int, step: int, path: str) -> int:
+        """Lowest ordinal that is not finished. Raises FENCED, STEP_OUT_OF_ORDER."""
+        return await self.store.record_checkpoint(run_id, trainer_epoch, step, path)
+
+    async def restore_run(self, run_id: str, trainer_epoch: int, step: int) -> tuple[int, int]:
+        """(groups returned, leases cancelled). Raises FENCED, STEP_NOT_RESTORABLE."""
+        if step < -1:
+            raise invalid_field("step", step, "use -1 to start over, or the last step of a checkpoint")
+        answer = await self.store.restore(run_id, trainer_epoch, step)
+        self.changes.notify(run_id)
+        return answer
+
+    # -- versions
+
+    async def reserve_version(self, run_id: str, trainer_epoch: int) -> int:
+        """A version above every one before. Raises FENCED."""
+        return await self.store.reserve_version(run_id, trainer_epoch)
+
+    async def publish_version(self, run_id: str, trainer_epoch: int, version: int, step_count: int) -> None:
+        """Makes a version current. Raises FENCED, INVALID_FIELD."""
+        await self.store.publish_version(run_id, trainer_epoch, version, step_count)
+        self.changes.notify(run_id)
+
+    # -- looking in
+
+    async def stats(self, run_id: str) -> Stats:
+        """Counts of a run."""
+        return await self.store.stats(run_id)
+
+    async def list_groups(
+        self, run_id: str, start: int, count: int, states: Sequence[GroupState], step: int | None
+    ) -> tuple[list[GroupRecord], bool]:
+        """(groups from ordinal `start` on, whether more follow)."""
+        return await self.store.list_groups(run_id, start, count, states, step)
+
+    async def get_group(self, run_id: str, group_id: str) -> tuple[GroupRecord, Prompt, StoredGroup | None]:
+        """State, prompt and, while stored, payload of a group. Raises GROUP_NOT_FOUND."""
+        await self.store.run_created_ms(run_id)
+        record, stored = await self.store.get_group(run_id, ids.parse_group_id(run_id, group_id))
+        dataset = await self._dataset(run_id)
+        return record, (await dataset.prompts([record.ordinal]))[0], stored
+
+    async def eval_prompts(self, run_id: str, name: str, start: int, count: int) -> tuple[list[Prompt], int]:
+        """(prompts, rows in all) of an evaluation set. Raises DATASET_NOT_FOUND."""
+        dataset = await self._dataset(run_id)
+        return await dataset.eval_prompts(name, start, count)
+
+    async def _dataset(self, run_id: str) -> Dataset:
+        """The run's data set, indexed again when this process has not seen the run. Raises RUN_NOT_FOUND, DATA_*."""
+        created_ms = await self.store.run_created_ms(run_id)
+        opened = self._opened.get(run_id)
+        if opened and opened.created_ms == created_ms:
+            return opened.dataset
+        async with self._opening.setdefault(run_id, asyncio.Lock()):
+            opened = self._opened.get(run_id)
+            if opened and opened.created_ms == created_ms:
+                return opened.dataset
+            run = await self.store.get_run(run_id)
+            dataset = await self.loader.load(run_id, run.spec_json, await self.store.skipped_rows(run_id))
+            self._check_unchanged(run, dataset)
+            self._opened[run_id] = _Opened(run.created_ms, dataset)
+            return dataset
+
+    @staticmethod
+    def _check_unchanged(run: RunRecord, dataset: Dataset) -> None:
+        """Ordinals name rows: a file with another number of rows would give prompts twice, or lose them."""
+        if dataset.row_count != run.row_count:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "DATA_MALFORMED",
+                f"The data file of run {run.run_id} has {dataset.row_count} usable rows, but {run.row_count} when the run"
+                " was created; put the file back, or start a run with another run_id.",
+                run_id=run.run_id,
+            )
+
+
+def _check_ttl(seconds: float) -> None:
+    if not 0 < seconds <= MAX_TTL_SECONDS:
+        raise invalid_field("ttl", seconds, f"use more than 0 and at most {MAX_TTL_SECONDS:.0f} seconds")
+
+
+def _parse_leases(texts: Sequence[str]) -> tuple[list[ids.LeaseId], list[str]]:
+    """(our leases, ids that no lease of ours can have)."""
+    parsed = [(text, ids.parse_lease_id(text)) for text in texts]
+    return [lease for _, lease in parsed if lease], [text for text, lease in parsed if not lease]

@@ -1,0 +1,52 @@
+"""Waiting for a change of a run without spinning and without missing another server's change.
+
+A waiter sleeps until this process changes the run, or for a short poll, since other buffer servers work on the
+same store. Invariant: no wait is longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+POLL_SECONDS = 0.2
+Answer = TypeVar("Answer")
+
+
+class Changes:
+    """Wakes waiters of a run."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    def notify(self, run_id: str) -> None:
+        """Something about the run changed."""
+        event = self._events.pop(run_id, None)
+        if event:
+            event.set()
+
+    async def wait(self, run_id: str, seconds: float) -> None:
+        """Returns at the next change, or after `seconds`."""
+        event = self._events.setdefault(run_id, asyncio.Event())
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            pass
+
+    async def until(
+        self,
+        run_id: str,
+        max_wait: float,
+        attempt: Callable[[], Awaitable[Answer]],
+        done: Callable[[Answer], bool],
+    ) -> Answer:
+        """Repeats `attempt` until its answer is `done` or `max_wait` seconds have passed; returns the last answer."""
+        deadline = time.monotonic() + max_wait
+        while True:
+            answer = await attempt()
+            left = deadline - time.monotonic()
+            if done(answer) or left <= 0:
+                return answer
+            await self.wait(run_id, min(left, POLL_SECONDS))

@@ -1,0 +1,217 @@
+"""BufferService and RegistryService: convert, call the core, convert. No logic.
+
+Invariant: a call that may wait ends before the caller's own deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+from tetrarch.buffer.v1 import buffer_service_pb2 as pb
+from tetrarch.buffer.v1 import buffer_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
+
+from services.buffer import convert
+from services.buffer.core import ids
+from services.buffer.core.buffer import Buffer
+from services.buffer.core.ports import MemberStore
+from services.buffer.core.records import LeaseRequest
+from services.common.convert import prompt_to_proto
+from services.common.errors import invalid_field
+
+_ANSWER_SECONDS = 0.5
+_LONGEST_WAIT = 600.0
+_CHUNK_BYTES = 1 << 20
+
+
+def _wait(asked: float, context: grpc.aio.ServicerContext) -> float:
+    """Seconds a call may wait: as asked, but with time left to answer."""
+    left = context.time_remaining()
+    longest = _LONGEST_WAIT if left is None else left - _ANSWER_SECONDS
+    return max(0.0, min(asked, longest))
+
+
+def _page(size: int, token: str, default: int, most: int) -> tuple[int, int]:
+    """(start, count) of a page. Raises INVALID_FIELD."""
+    if size < 0:
+        raise invalid_field("page_size", size, "use 0 for the default, or more")
+    if token and not (token.isascii() and token.isdigit()):
+        raise invalid_field("page_token", token, "use the next_page_token of the page before")
+    return int(token or 0), min(size or default, most)
+
+
+class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
+    """The buffer's calls."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    async def CreateRun(self, request, context):  # noqa: N802
+        """Creates or reopens a run."""
+        plan, spec_json = convert.plan_of(ids.check_run_id(request.run_id), request.spec_json)
+        answer = await self._buffer.create_run(request.run_id, spec_json, plan)
+        return pb.CreateRunResponse(
+            run=convert.run_to_proto(answer.run),
+            created=answer.created,
+            row_count=answer.run.row_count,
+            skipped_row_count=answer.run.skipped_count,
+        )
+
+    async def GetRun(self, request, context):  # noqa: N802
+        """Returns a run."""
+        return pb.GetRunResponse(run=convert.run_to_proto(await self._buffer.get_run(request.run_id)))
+
+    async def ListRuns(self, request, context):  # noqa: N802
+        """Lists runs."""
+        start, count = _page(request.page_size, request.page_token, 100, 1000)
+        states = [convert.run_state(state) for state in request.states]
+        runs, more = await self._buffer.list_runs(states, start, count)
+        return pb.ListRunsResponse(
+            runs=[convert.run_to_proto(run) for run in runs], next_page_token=str(start + count) if more else ""
+        )
+
+    async def FinishRun(self, request, context):  # noqa: N802
+        """Ends a run."""
+        state = convert.run_state(request.state)
+        run = await self._buffer.finish_run(request.run_id, state, request.reason, request.trainer_epoch)
+        return pb.FinishRunResponse(run=convert.run_to_proto(run))
+
+    async def BeginSession(self, request, context):  # noqa: N802
+        """Opens a trainer session."""
+        epoch, run = await self._buffer.begin_session(request.run_id, request.caller)
+        return pb.BeginSessionResponse(trainer_epoch=epoch, run=convert.run_to_proto(run))
+
+    async def LeasePrompts(self, request, context):  # noqa: N802
+        """Leases prompts."""
+        wish = LeaseRequest(request.request_id, request.caller, request.max_prompt_count, convert.seconds(request.ttl))
+        wait = _wait(convert.seconds(request.max_wait), context)
+        return convert.leases_to_proto(await self._buffer.lease_prompts(request.run_id, wish, wait))
+
+    async def ExtendLeases(self, request, context):  # noqa: N802
+        """Moves deadlines."""
+        ttl = convert.seconds(request.ttl)
+        deadline, lost = await self._buffer.extend_leases(request.run_id, request.lease_ids, ttl)
+        return pb.ExtendLeasesResponse(expire_time=convert.timestamp(deadline), lost_lease_ids=lost)
+
+    async def ReleaseLeases(self, request, context):  # noqa: N802
+        """Gives leases back."""
+        count, lost = await self._buffer.release_leases(request.run_id, request.lease_ids, request.evict_reason)
+        return pb.ReleaseLeasesResponse(released_count=count, lost_lease_ids=lost)
+
+    async def PutGroups(self, request, context):  # noqa: N802
+        """Stores finished groups."""
+        count = await self._buffer.samples_per_group(request.run_id)
+        packed = convert.pack_groups(request.groups, request.run_id, count)
+        return convert.put_results_to_proto(await self._buffer.put_groups(request.run_id, packed))
+
+    async def TakeBatch(self, request, context):  # noqa: N802
+        """Reserves a batch."""
+        wait = _wait(convert.seconds(request.max_wait), context)
+        batch = await self._buffer.take_batch(
+            request.run_id, request.trainer_epoch, request.step, request.group_count, wait
+        )
+        return convert.batch_to_proto(batch)
+
+    async def FetchSamples(self, request, context) -> AsyncIterator[pb.FetchSamplesResponse]:  # noqa: N802
+        """Streams samples in messages of about one MiB."""
+        chunk, size = [], 0
+        async for part in self._buffer.fetch_samples(request.run_id, request.sample_ids):
+            for sample in part:
+                if chunk and size + len(sample) > _CHUNK_BYTES:
+                    yield pb.FetchSamplesResponse(samples=convert.samples_to_proto(chunk))
+                    chunk, size = [], 0
+                chunk.append(sample)
+                size += len(sample)
+        if chunk:
+            yield pb.FetchSamplesResponse(samples=convert.samples_to_proto(chunk))
+
+    async def CommitStep(self, request, context):  # noqa: N802
+        """Marks a step's groups CONSUMED."""
+        count = await self._buffer.commit_step(request.run_id, request.trainer_epoch, request.step)
+        return pb.CommitStepResponse(group_count=count)
+
+    async def RecordCheckpoint(self, request, context):  # noqa: N802
+        """Records a checkpoint."""
+        frontier = await self._buffer.record_checkpoint(
+            request.run_id, request.trainer_epoch, request.step, request.path
+        )
+        return pb.RecordCheckpointResponse(frontier_ordinal=frontier)
+
+    async def RestoreRun(self, request, context):  # noqa: N802
+        """Rolls a run back."""
+        returned, released = await self._buffer.restore_run(request.run_id, request.trainer_epoch, request.step)
+        return pb.RestoreRunResponse(returned_group_count=returned, released_lease_count=released)
+
+    async def ReserveVersion(self, request, context):  # noqa: N802
+        """Hands out a version."""
+        version = await self._buffer.reserve_version(request.run_id, request.trainer_epoch)
+        return pb.ReserveVersionResponse(version=version)
+
+    async def PublishVersion(self, request, context):  # noqa: N802
+        """Makes a version current."""
+        await self._buffer.publish_version(
+            request.run_id, request.trainer_epoch, request.version, request.step_count
+        )
+        return pb.PublishVersionResponse()
+
+    async def GetStats(self, request, context):  # noqa: N802
+        """Counts a run."""
+        return pb.GetStatsResponse(stats=convert.stats_to_proto(await self._buffer.stats(request.run_id)))
+
+    async def ListGroups(self, request, context):  # noqa: N802
+        """Lists groups."""
+        start, count = _page(request.page_size, request.page_token, 50, 500)
+        states = [convert.group_state(state) for state in request.states]
+        step = request.step if request.HasField("step") else None
+        groups, more = await self._buffer.list_groups(request.run_id, start, count, states, step)
+        return pb.ListGroupsResponse(
+            groups=[convert.group_info(group) for group in groups],
+            next_page_token=str(groups[-1].ordinal + 1) if more else "",
+        )
+
+    async def GetGroup(self, request, context):  # noqa: N802
+        """Returns a group."""
+        record, prompt, stored = await self._buffer.get_group(request.run_id, request.group_id)
+        return pb.GetGroupResponse(
+            info=convert.group_info(record),
+            prompt=prompt_to_proto(prompt),
+            group=convert.stored_group_to_proto(stored) if stored else None,
+        )
+
+    async def ListEvalPrompts(self, request, context):  # noqa: N802
+        """Reads prompts of an evaluation set."""
+        start, count = _page(request.page_size, request.page_token, 256, 1024)
+        prompts, total = await self._buffer.eval_prompts(request.run_id, request.dataset, start, count)
+        return pb.ListEvalPromptsResponse(
+            prompts=[prompt_to_proto(prompt) for prompt in prompts],
+            next_page_token=str(start + count) if start + count < total else "",
+        )
+
+
+class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
+    """The registry's calls."""
+
+    def __init__(self, members: MemberStore) -> None:
+        self._members = members
+
+    async def RegisterMember(self, request, context):  # noqa: N802
+        """Adds or renews a member."""
+        ttl = convert.seconds(request.ttl)
+        if not 0 < ttl <= 3600:
+            raise invalid_field("ttl", ttl, "use more than 0 and at most 3600 seconds")
+        expire = await self._members.register(convert.member_from_proto(request.member), ttl)
+        return registry_service_pb2.RegisterMemberResponse(expire_time=convert.timestamp(expire))
+
+    async def RemoveMember(self, request, context):  # noqa: N802
+        """Removes a member."""
+        await self._members.remove(request.member_id)
+        return registry_service_pb2.RemoveMemberResponse()
+
+    async def ListMembers(self, request, context):  # noqa: N802
+        """Lists live members."""
+        start, count = _page(request.page_size, request.page_token, 500, 1000)
+        members = await self._members.members(request.tier)
+        return registry_service_pb2.ListMembersResponse(
+            members=[convert.member_to_proto(member) for member in members[start : start + count]],
+            next_page_token=str(start + count) if start + count < len(members) else "",
+        )
