@@ -1,8 +1,24 @@
-"""A tiny checkpoint for engine tests: Qwen3 architecture, random weights, byte-level tokenizer."""
+"""Engines for tests: a tiny checkpoint (Qwen3, random weights, byte-level tokenizer), real engine processes on
+it, and the trainer's side of a weight group."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+
+from services.common.process import free_port
+from services.rollout.adapters.sglang_launch import SGLangFactory
+from services.rollout.adapters.simulated import SimulatedFactory
+from services.rollout.core.engine_port import Engine, GroupSpec, LaunchSpec, TensorSpec
 
 VOCAB_SIZE = 320
 EOS_ID = 257
@@ -50,3 +66,119 @@ def write_tokenizer(directory: Path) -> None:
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     tokenizer.save_pretrained(directory)
+
+
+@dataclass
+class EngineProcess:
+    """A running engine; `client()` gives a fresh client, bound to the event loop that uses it first."""
+
+    kind: str
+    checkpoint: Path
+    port: int
+    spec: LaunchSpec
+    process: subprocess.Popen
+    log_path: Path
+    start_seconds: float = 0.0
+
+    def client(self) -> Engine:
+        """A client of this engine."""
+        return FACTORIES[self.kind]().build(0, self.port, self.spec).engine
+
+    def stop(self) -> None:
+        """End the process and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+FACTORIES = {"simulated": SimulatedFactory, "sglang-cpu": SGLangFactory}
+
+
+def start_engine(kind: str, checkpoint: Path, directory: Path, **spec_options) -> EngineProcess:
+    """Start an engine of a kind of FACTORIES on `checkpoint` and wait until it is healthy."""
+    spec = LaunchSpec(model_path=checkpoint, device="cpu", **spec_options)
+    port = free_port()
+    launch = FACTORIES[kind]().build(0, port, spec)
+    log_path = directory / f"{kind}-{port}.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            launch.argv,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(launch.env),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    engine = EngineProcess(kind, checkpoint, port, spec, process, log_path)
+    begun = time.monotonic()
+    while not _healthy(port):
+        if process.poll() is not None or time.monotonic() - begun > launch.start_seconds:
+            engine.stop()
+            raise RuntimeError(f"{kind} engine did not start:\n{log_path.read_text(errors='replace')[-3000:]}")
+        time.sleep(0.1)
+    engine.start_seconds = time.monotonic() - begun
+    return engine
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+class TrainerSide:
+    """Rank 0 of a weight group, as a trainer holds it: joins, broadcasts flat buckets, leaves."""
+
+    def __init__(self, name: str) -> None:
+        self.spec = GroupSpec(name, "gloo", "127.0.0.1", free_port(), world_size=2, rank_offset=1)
+        self._group = None
+        self._store = None
+
+    def join(self, seconds: float = 20.0) -> None:
+        """Join; blocks until the engine does."""
+        from torch.distributed import TCPStore
+        from torch.distributed import distributed_c10d as c10d
+
+        wait = timedelta(seconds=seconds)
+        store = TCPStore("127.0.0.1", self.spec.master_port, 2, True, wait, wait_for_workers=False)
+        self._group, _ = c10d._new_process_group_helper(
+            2,
+            0,
+            [],
+            c10d.Backend("gloo"),
+            c10d.PrefixStore(self.spec.name, store),
+            group_name=self.spec.name,
+            timeout=wait,
+        )
+        c10d._world.pg_group_ranks[self._group] = {0: 0, 1: 1}
+        self._store = store
+
+    def send(self, tensors: dict) -> None:
+        """Broadcast the bytes of `tensors` (name -> torch tensor) one after the other, as one flat tensor."""
+        import torch
+
+        flat = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors.values()])
+        self._group.broadcast(flat, 0).wait()
+
+    def leave(self) -> None:
+        """Leave the group and close its store; the engine's side sees closed connections."""
+        import torch.distributed
+
+        if self._group is not None:
+            torch.distributed.destroy_process_group(self._group)
+        self._group = None
+        self._store = None
+        gc.collect()
+
+
+def tensor_specs(tensors: dict) -> list[TensorSpec]:
+    """Specs of torch tensors by name."""
+    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+
+
+def tensor_bytes(tensor) -> bytes:
+    """Raw bytes of a torch tensor."""
+    import torch
+
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

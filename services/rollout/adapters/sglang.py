@@ -14,8 +14,6 @@ node sets it after the checksums were compared.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from typing import Any
 
 from services.common.errors import Code, ServiceError
 from services.rollout.adapters import engine_http
+from services.rollout.adapters.checkpoint import installed_version, model_config
 from services.rollout.adapters.engine_http import HttpClient
 from services.rollout.core.engine_port import (
     CHECKSUM_ALGORITHM,
@@ -256,26 +255,3 @@ def checksum(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()[:16]
-
-
-def model_config(model_path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json; the text part of it where there are several."""
-    path = model_path / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ServiceError(
-            Code.FAILED_PRECONDITION,
-            "CHECKPOINT_UNREADABLE",
-            f"{path} cannot be read ({error}): hf_checkpoint must be a Hugging Face checkpoint directory.",
-            path=path,
-        ) from error
-    return config | config.get("text_config", {})
-
-
-def installed_version(package: str) -> str:
-    """Release of an installed package; empty when it is absent."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

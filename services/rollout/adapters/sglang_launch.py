@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Code, ServiceError
-from services.rollout.adapters.sglang import EngineFacts, SGLangEngine, model_config
+from services.rollout.adapters.checkpoint import model_config
+from services.rollout.adapters.sglang import EngineFacts, SGLangEngine
 from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
 
 CPU_LAUNCHER = "services.rollout.adapters.sglang_cpu_launcher"
@@ -62,7 +63,6 @@ CPU_ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     # Imports warn some thirty times about accelerators that are not there.
     "PYTHONWARNINGS": "ignore",
-    GROUP_TIMEOUT_VARIABLE: "60",
 }
 CUDA_COLLECTIVE_ENV = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """NCCL breaks a group ("invalid argument") whose members differ in these."""
@@ -102,6 +102,7 @@ class SGLangFactory:
         if device == "cpu":
             arguments |= cpu_defaults(spec, user)
             module, own_env, seconds = CPU_LAUNCHER, dict(CPU_ENV), CPU_START_SECONDS
+            own_env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout)
             if spec.rank_count > 1:
                 own_env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(spec.rank_count))
         else:

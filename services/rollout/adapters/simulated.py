@@ -30,7 +30,7 @@ class SimulatedFactory:
                 Code.INVALID_ARGUMENT, "INVALID_FIELD", f"simulated: {explain(error, SimulatedSettings)}"
             ) from error
         argv = [sys.executable, "-m", SERVER, "--model-path", str(spec.model_path), "--port", str(port)]
-        argv += ["--settings", settings.model_dump_json()]
+        argv += ["--group-timeout", str(spec.group_timeout), "--settings", settings.model_dump_json()]
         if spec.context_length:
             argv += ["--context-length", str(spec.context_length)]
         facts = EngineFacts(self.kind, "cpu", spec.model_path, rank_count=1, collective_env={})

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from services.rollout.adapters.sglang import model_config
+from services.rollout.adapters.checkpoint import model_config
 from services.rollout.adapters.simulated_model import Request as Sample
 from services.rollout.adapters.simulated_model import SimulatedModel, SimulatedSettings
 from services.rollout.adapters.simulated_weights import HeldWeights
@@ -58,7 +58,9 @@ SAMPLING_KEYS = {
 class SimulatedServer:
     """Routes and what they act on."""
 
-    def __init__(self, model_path: Path, context_length: int | None, settings: SimulatedSettings) -> None:
+    def __init__(
+        self, model_path: Path, context_length: int | None, group_timeout: float, settings: SimulatedSettings
+    ) -> None:
         config = model_config(model_path)
         self.model_path = model_path
         self.settings = settings
@@ -67,7 +69,7 @@ class SimulatedServer:
         eos = config.get("eos_token_id")
         self.eos = eos[0] if isinstance(eos, list) else (eos if eos is not None else self.vocab_size - 1)
         self.model = SimulatedModel(settings, self.vocab_size)
-        self.weights = HeldWeights(model_path)
+        self.weights = HeldWeights(model_path, group_timeout)
         self._tokenizer = _tokenizer(model_path)
         self.app = FastAPI(lifespan=self._lifespan, openapi_url=None)
         self._routes()
@@ -264,10 +266,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=int, required=True, help="port to bind")
     parser.add_argument("--context-length", type=int, help="longest prompt and response; the model's own if not given")
+    parser.add_argument("--group-timeout", type=float, default=60.0, help="seconds to wait for a weight group")
     parser.add_argument("--settings", default="{}", help="SimulatedSettings as JSON")
     options = parser.parse_args()
     settings = SimulatedSettings.model_validate_json(options.settings)
-    server = SimulatedServer(options.model_path, options.context_length, settings)
+    server = SimulatedServer(options.model_path, options.context_length, options.group_timeout, settings)
     uvicorn.run(server.app, host=options.host, port=options.port, log_level="warning", access_log=False)
 
 

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-GROUP_SECONDS = 60.0
-"""Longest wait for the other members of a group, at the join and in each collective."""
-
 
 class HeldWeights:
-    """Tensors of one checkpoint and the groups that update them."""
+    """Tensors of one checkpoint and the groups that update them.
 
-    def __init__(self, model_path: Path) -> None:
+    Args:
+        model_path: checkpoint directory.
+        group_timeout: longest wait in seconds for the other members of a group, at the join and in each collective.
+    """
+
+    def __init__(self, model_path: Path, group_timeout: float) -> None:
+        self._wait = datetime.timedelta(seconds=group_timeout)
         self._model_path = model_path
         self._data: dict[str, memoryview] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -53,18 +56,18 @@ class HeldWeights:
             raise ValueError(f"The simulated engine joins gloo groups only, not {body['backend']}.")
         from torch.distributed import distributed_c10d as c10d
 
-        wait = datetime.timedelta(seconds=GROUP_SECONDS)
         address = f"tcp://{body['master_address']}:{body['master_port']}"
         try:
-            meeting = c10d.rendezvous(address, body["rank_offset"], body["world_size"], timeout=wait)
+            meeting = c10d.rendezvous(address, body["rank_offset"], body["world_size"], timeout=self._wait)
             store, rank, size = next(meeting)
-            store.set_timeout(wait)
+            store.set_timeout(self._wait)
             # The same prefixes as SGLang's, so that one trainer serves both kinds of engine.
             group, _ = c10d._new_process_group_helper(
-                size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store), group_name=name, timeout=wait
+                size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store), group_name=name, timeout=self._wait
             )
         except (RuntimeError, OSError) as error:
             raise ValueError(f"Failed to join group {name}: {error}") from error
+        c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}  # destruction looks it up
         self._groups[name] = group
 
     def leave(self, name: str) -> None:
@@ -72,12 +75,9 @@ class HeldWeights:
         group = self._groups.pop(name, None)
         if group is None:
             raise ValueError(f"This engine is not in group {name}.")
-        from torch.distributed import distributed_c10d as c10d
+        import torch.distributed
 
-        # Registered by name although it was made without a default group: forget it, or a rejoin is refused.
-        for registry in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_backend_config):
-            registry.pop(group, None)
-        c10d._unregister_process_group(group.group_name)
+        torch.distributed.destroy_process_group(group)
 
     def receive(self, body: dict[str, Any]) -> None:
         """Receive tensors by broadcast from rank 0: one flat bucket, or one broadcast each."""

@@ -237,6 +237,9 @@ class LaunchSpec:
     seed: int = 0
     context_length: int | None = None
     """None: the model's own."""
+    group_timeout: float = 60.0
+    """Seconds an engine waits for the other members of a weight group before it gives up and serves again. Not
+    enforced by SGLang on CUDA: there an engine that waits in vain must be restarted."""
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """Pass-through server arguments, snake_case or kebab-case."""
     simulated: Mapping[str, Any] = field(default_factory=dict)
