@@ -51,7 +51,5 @@ def start(layout: Layout, device: str, seed: int) -> torch.device:
     parallel_state.initialize_model_parallel(layout.tensor_parallel_size, create_gloo_process_groups=False)
     torch.manual_seed(seed)
     # Without dropout megatron's generator state is never used; this form touches no CUDA state on a CPU.
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, inference_rng_tracker=device == "cpu", force_reset_rng=True
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device == "cpu", force_reset_rng=True)
     return where

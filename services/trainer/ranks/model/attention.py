@@ -117,4 +117,3 @@ class RmsNorm(torch.nn.RMSNorm):
     def __init__(self, config, hidden_size, eps=1e-5, **_) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel
-

@@ -123,8 +123,10 @@ def load_weights(model: torch.nn.Module, hf: HfConfig, checkpoint: str | Path) -
         sources = [files.slice(name) for name in entry.names]
         shard = _shard(entry, sources, hf, ranks, rank)
         if shard.shape != entry.parameter.shape:
-            raise files._invalid(f"{', '.join(entry.names)} give a shard of shape {list(shard.shape)}, but the"
-                                 f" configuration needs {list(entry.parameter.shape)}")
+            raise files._invalid(
+                f"{', '.join(entry.names)} give a shard of shape {list(shard.shape)}, but the"
+                f" configuration needs {list(entry.parameter.shape)}"
+            )
         entry.parameter.copy_(shard)
 
 

@@ -81,9 +81,7 @@ class PackLayout(PackedSeqParams):
             cells = torch.where(filled, first + column, first)
             valid = filled.flatten().nonzero()[:, 0]
             sources.append(cells.flatten()[valid])
-            batches.append(
-                SegmentBatch(len(chunk), width, cells.flatten().to(self.device), valid.to(self.device))
-            )
+            batches.append(SegmentBatch(len(chunk), width, cells.flatten().to(self.device), valid.to(self.device)))
         back = torch.empty(sum(self.lengths), dtype=torch.int64)
         source = torch.cat(sources)
         back[source] = torch.arange(len(source))

@@ -1,0 +1,136 @@
+"""Trainer checkpoints: model, optimizer and counters in megatron's distributed format, independent of the layout.
+
+`directory`/step_NNNNNN is a checkpoint, `directory`/latest names the newest complete one. A checkpoint is written
+beside its place, renamed, and only then named in `latest`: whenever a process dies, `latest` names a complete one.
+
+Nothing random happens in training (no dropout), so there is no generator state to keep.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+
+from services.common.errors import Code, ServiceError
+from services.trainer.ranks.policy import Policy
+
+_LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Steps (rollout batches) and optimizer steps contained in a checkpoint."""
+
+    step_count: int
+    optimizer_steps: int
+
+
+class _InProcessWriter(filesystem_async.FileSystemWriterAsync):
+    """Writes in this process. Megatron's writer forks, which a process with gRPC threads must not, and starts a manager
+    process that imports everything again (5 s at the first save)."""
+
+    def get_save_function_and_args(self):
+        save, stage, arguments = super().get_save_function_and_args()
+        return (self._write_all if save else None), stage, arguments
+
+    @staticmethod
+    def _write_all(_rank: int, buckets: list, results: queue.Queue) -> None:
+        parts, running = queue.Queue(), queue.Queue()
+        outcome: dict | Exception = {}
+        for index, bucket in enumerate(buckets):
+            running.put(index)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data([], index, bucket, parts, running, True)
+            _, written = parts.get_nowait()
+            if isinstance(written, Exception):
+                outcome = written
+                break
+            outcome[index] = written
+        results.put(outcome)
+
+
+filesystem_async._results_queue = queue.Queue()
+torch_strategies.FileSystemWriterAsync = _InProcessWriter
+
+
+def _state(policy: Policy, *, loading: bool) -> dict:
+    model = policy.model.sharded_state_dict()
+    return {"model": model, "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading)}
+
+
+def save_checkpoint(policy: Policy, directory: str | Path, step_count: int) -> Path:
+    """Writes `directory`/step_<step_count> and names it in `latest`. All ranks must call it."""
+    root = Path(directory)
+    target = root / f"step_{step_count:06d}"
+    scratch = root / f".{target.name}.writing"
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    dist.barrier()
+    state = _state(policy, loading=False)
+    state["counters"] = {"step_count": step_count, "optimizer_steps": policy.optimizer_steps}
+    dist_checkpointing.save(state, str(scratch), sharded_strategy=_strategy())
+    if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.rename(target)
+        _write_atomically(root / _LATEST, target.name + "\n")
+    dist.barrier()
+    return target
+
+
+def _strategy() -> torch_strategies.TorchDistSaveShardedStrategy:
+    return torch_strategies.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.writing")
+    with scratch.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _resolve(path: str | Path) -> Path:
+    root = Path(path)
+    target = root
+    if (root / _LATEST).exists():
+        target = root / (root / _LATEST).read_text().strip()
+    if not (target / "metadata.json").exists():
+        raise ServiceError(
+            Code.NOT_FOUND,
+            "CHECKPOINT_INVALID",
+            f"load {path}: {target} is not a complete trainer checkpoint; give a directory with a `{_LATEST}` file, or a"
+            " step_NNNNNN directory in it.",
+            path=path,
+        )
+    return target
+
+
+def load_checkpoint(policy: Policy, path: str | Path) -> Counters:
+    """Restores model and optimizer from a checkpoint, or from the latest one in a directory. All ranks must call it.
+
+    Raises:
+        ServiceError: CHECKPOINT_INVALID.
+    """
+    target = _resolve(path)
+    state = dist_checkpointing.load(_state(policy, loading=True), str(target))
+    with torch.no_grad():
+        policy.model.load_state_dict(state["model"])
+    policy.optimizer.load_state_dict(state["optimizer"])
+    counters = Counters(**state["counters"])
+    policy.optimizer_steps = counters.optimizer_steps
+    return counters

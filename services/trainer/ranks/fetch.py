@@ -1,0 +1,61 @@
+"""Fetches a rank's own samples from the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from tetrarch.buffer.v1 import buffer_service_pb2, buffer_service_pb2_grpc
+
+from services.common.channel import open_sync_channel, service_error
+from services.common.convert import sample_from_proto
+from services.common.errors import Code, ServiceError
+from services.common.records import Sample
+
+_TIMEOUT_SECONDS = 120.0
+
+
+class SampleSource:
+    """Samples of reserved groups, over one channel per buffer address."""
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._channel: grpc.Channel | None = None
+
+    def fetch(self, address: str, run_id: str, sample_ids: Sequence[str]) -> dict[str, Sample]:
+        """Samples by id.
+
+        Raises:
+            ServiceError: as the buffer says, or SAMPLE_NOT_FOUND when its answer lacks one.
+        """
+        if not sample_ids:
+            return {}
+        stub = buffer_service_pb2_grpc.BufferServiceStub(self._open(address))
+        request = buffer_service_pb2.FetchSamplesRequest(run_id=run_id, sample_ids=sample_ids)
+        try:
+            parts = list(stub.FetchSamples(request, timeout=_TIMEOUT_SECONDS, wait_for_ready=True))
+        except grpc.RpcError as error:
+            raise service_error(error) from error
+        samples = {message.sample_id: sample_from_proto(message) for part in parts for message in part.samples}
+        missing = [sample_id for sample_id in sample_ids if sample_id not in samples]
+        if missing:
+            raise ServiceError(
+                Code.NOT_FOUND,
+                "SAMPLE_NOT_FOUND",
+                f"The buffer at {address} did not return sample {missing[0]} ({len(missing)} missing) of run {run_id}.",
+                sample_id=missing[0],
+                run_id=run_id,
+            )
+        return samples
+
+    def _open(self, address: str) -> grpc.Channel:
+        if self._channel is None or address != self._address:
+            self.close()
+            self._channel, self._address = open_sync_channel(address, "buffer"), address
+        return self._channel
+
+    def close(self) -> None:
+        """Closes the channel."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

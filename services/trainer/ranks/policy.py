@@ -1,0 +1,156 @@
+"""The trained model with everything that updates it: gradients' buffers, optimizer, learning rate; and the reference.
+
+Knows how to run the model over a pack and how to make one optimizer step; knows no losses, samples or commands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+
+from services.common.errors import Code, ServiceError
+from services.common.run_spec import RunSpec, TrainerSettings
+from services.trainer.core.learning_rate import learning_rate
+from services.trainer.ranks.batches import Pack
+from services.trainer.ranks.log_probs import log_probs_and_entropy
+from services.trainer.ranks.model.build import build_model, transformer_config
+from services.trainer.ranks.model.hf_config import HfConfig, read_hf_config
+from services.trainer.ranks.model.hf_weights import load_weights
+
+
+@dataclass
+class Policy:
+    """model: the bare GPTModel; wrapped: the same inside megatron's data-parallel wrapper, for training.
+
+    optimizer_steps counts those made in the life of the run.
+    """
+
+    hf: HfConfig
+    model: GPTModel
+    wrapped: DistributedDataParallel
+    optimizer: object
+    settings: TrainerSettings
+    temperature: float
+    total_optimizer_steps: int
+    optimizer_steps: int = 0
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters held by this rank."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def next_learning_rate(self) -> float:
+        """Rate of the optimizer step to come."""
+        s = self.settings
+        return learning_rate(
+            self.optimizer_steps,
+            peak=s.lr,
+            minimum=s.min_lr,
+            warmup=s.lr_warmup_iters,
+            total=self.total_optimizer_steps,
+            style=s.lr_decay_style,
+        )
+
+    def zero_grad(self) -> None:
+        """Clears gradients before an optimizer step."""
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update(self) -> float:
+        """Clips and applies the gradients; returns their norm before clipping.
+
+        Raises:
+            ServiceError: GRADIENT_NOT_FINITE; the weights are unchanged then.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.next_learning_rate()
+        overflow = self.optimizer.prepare_grads()
+        norm = math.nan if overflow else float(self.optimizer.clip_grad_norm(self.optimizer.config.clip_grad))
+        if not math.isfinite(norm):
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "GRADIENT_NOT_FINITE",
+                f"The gradient norm of optimizer step {self.optimizer_steps} is {norm}; nothing was updated."
+                " Lower lr, or look at the samples of this step.",
+                optimizer_step=self.optimizer_steps,
+            )
+        self.optimizer.step_with_ready_grads()
+        self.optimizer_steps += 1
+        return norm
+
+
+def build_policy(spec: RunSpec, device: torch.device) -> Policy:
+    """Model with the weights of `hf_checkpoint`, wrapped, with a fresh optimizer."""
+    settings = spec.trainer
+    hf = read_hf_config(spec.rollout.hf_checkpoint)
+    config = transformer_config(hf, bf16=settings.bf16, device=device)
+    model = build_model(hf, config, device)
+    load_weights(model, hf, spec.rollout.hf_checkpoint)
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
+        Float16Module(config, model) if settings.bf16 else model,
+    )
+    config.no_sync_func = wrapped.no_sync
+    chained = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            # An infinite bound clips nothing, but the norm is still computed.
+            clip_grad=settings.clip_grad or math.inf,
+            bf16=settings.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=False,
+        ),
+        [wrapped],
+        use_gloo_process_groups=False,
+    )
+    (optimizer,) = chained.chained_optimizers  # one for dense parameters; experts would add a second
+    return Policy(
+        hf=hf,
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        settings=settings,
+        temperature=1.0 if settings.loss_type == "sft_loss" else spec.rollout.rollout_temperature,
+        total_optimizer_steps=spec.rollout.num_rollout * settings.num_steps_per_rollout,
+    )
+
+
+def build_reference(spec: RunSpec, device: torch.device) -> GPTModel:
+    """A frozen model with the weights of `ref_load`, or of `hf_checkpoint`."""
+    path = spec.trainer.ref_load or spec.rollout.hf_checkpoint
+    hf = read_hf_config(path)
+    model = build_model(hf, transformer_config(hf, bf16=spec.trainer.bf16, device=device), device)
+    load_weights(model, hf, path)
+    return model.requires_grad_(False)
+
+
+def logits_of(model: torch.nn.Module, pack: Pack, **options) -> torch.Tensor:
+    """[t, vocabulary shard] of a pack."""
+    logits = model(pack.tokens[None], pack.layout.positions[None], None, packed_seq_params=pack.layout, **options)
+    return logits[0]
+
+
+def trained_log_probs(
+    logits: torch.Tensor, pack: Pack, hf: HfConfig, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the trained tokens and the entropies at their places, each float32 [k]."""
+    chosen = logits.index_select(0, pack.rows)
+    return log_probs_and_entropy(chosen, pack.targets, vocab_size=hf.vocab_size, temperature=temperature)
+
+
+@torch.no_grad()
+def evaluate_log_probs(model: GPTModel, packs: list[Pack], hf: HfConfig, temperature: float) -> list[torch.Tensor]:
+    """Log-probabilities of the trained tokens of every pack, without gradients."""
+    return [trained_log_probs(logits_of(model, pack), pack, hf, temperature)[0] for pack in packs]

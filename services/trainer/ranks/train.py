@@ -1,0 +1,220 @@
+"""One step: samples of this rank in, weights updated, metrics out.
+
+Every optimizer step runs its micro-batches through megatron's schedule, which sums gradients, reduces them over the
+data-parallel ranks and divides by the step's count (samples, or trained tokens). Metrics use the same weights and the
+same divisor, and are gathered as one tensor at the end of the step, so nothing waits for the device in between.
+
+Old log-probs: with one optimizer step they are the current ones, so the ratio is exactly 1. With several, those of
+later optimizer steps are computed before the first update. With `use_rollout_logprobs` they are the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from services.common.records import Sample
+from services.common.run_spec import RunSpec, TrainerSettings
+from services.trainer.core.losses import PolicyLossSettings, kl_estimate, policy_terms
+from services.trainer.core.schedule import StepPlan
+from services.trainer.ranks.batches import Pack, PackSettings, make_pack
+from services.trainer.ranks.policy import Policy, evaluate_log_probs, logits_of, trained_log_probs
+
+_MEANS = ("loss", "pg_loss", "kl_loss", "entropy", "ppo_kl", "pg_clipfrac")
+_SUMS = (*_MEANS, "count", "tokens", "ratio", "difference", "difference_tokens")
+_MAXIMA = ("ratio_max", "log_prob_abs_diff_max")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A pack with the log-probs it is compared to; None: the current ones, and no reference."""
+
+    pack: Pack
+    old: torch.Tensor | None
+    reference: torch.Tensor | None
+    before_update: bool
+
+
+class PartTimer:
+    """Seconds by part of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time inside to `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def loss_settings(settings: TrainerSettings) -> PolicyLossSettings:
+    """The formula's settings out of the run's."""
+    high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
+    return PolicyLossSettings(
+        settings.eps_clip, high, settings.entropy_coef, settings.kl_loss_coef, settings.kl_loss_type
+    )
+
+
+class StepTrainer:
+    """Trains a policy on steps. `reference` is the frozen model of the KL term, or None without one."""
+
+    def __init__(self, spec: RunSpec, policy: Policy, reference: GPTModel | None, device: torch.device) -> None:
+        self._policy, self._reference, self._device = policy, reference, device
+        self._settings = spec.trainer
+        self._loss = loss_settings(spec.trainer)
+        self._supervised = spec.trainer.loss_type == "sft_loss"
+        self._packing = PackSettings(
+            per_token=spec.trainer.calculate_per_token_loss,
+            pad_multiple=parallel_state.get_tensor_model_parallel_world_size(),
+            supervised=self._supervised,
+        )
+        self._options = {"fp32_output": False} if spec.trainer.bf16 else {}
+
+    def train(
+        self, samples: Mapping[str, Sample], plan: StepPlan, advantages: Mapping[str, float], timer: PartTimer
+    ) -> dict[str, float]:
+        """Makes every optimizer step of the plan with this rank's samples; returns metrics equal on all ranks."""
+        rank = parallel_state.get_data_parallel_rank()
+        packs = [
+            [
+                make_pack([samples[i] for i in ids], advantages, self._packing, self._device)
+                for ids in step.micro_batches[rank]
+            ]
+            for step in plan.optimizer_steps
+        ]
+        work = self._compare(packs, timer)
+        statistics, norms, rates = [], [], []
+        for step in work:
+            rates.append(self._policy.next_learning_rate())
+            self._policy.zero_grad()
+            with timer.part("forward_backward"):
+                statistics.append(self._forward_backward(step))
+            with timer.part("optimizer"):
+                norms.append(self._policy.update())
+        metrics = self._reduce(statistics)
+        metrics |= {
+            "grad_norm": sum(norms) / len(norms),
+            "lr": rates[-1],
+            "optimizer_steps": float(len(norms)),
+            "total_tokens": float(sum(len(pack.tokens) for step in packs for pack in step)),
+        }
+        return metrics
+
+    def _compare(self, packs: list[list[Pack]], timer: PartTimer) -> list[list[_Work]]:
+        """Adds old and reference log-probs, before any update."""
+        policy, work = self._policy, []
+        for index, step in enumerate(packs):
+            old: list[torch.Tensor | None] = [None] * len(step)
+            reference: list[torch.Tensor | None] = [None] * len(step)
+            if not self._supervised:
+                if self._settings.use_rollout_logprobs:
+                    old = [pack.engine_log_probs for pack in step]
+                elif index > 0:
+                    with timer.part("old_log_probs"):
+                        old = evaluate_log_probs(policy.model, step, policy.hf, policy.temperature)
+                if self._reference is not None:
+                    with timer.part("ref_log_probs"):
+                        reference = evaluate_log_probs(self._reference, step, policy.hf, policy.temperature)
+            work.append([_Work(p, o, r, index == 0) for p, o, r in zip(step, old, reference, strict=True)])
+        return work
+
+    def _forward_backward(self, work: list[_Work]) -> torch.Tensor:
+        """Gradients of one optimizer step; returns this rank's statistics."""
+        outputs = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(work),
+            model=self._policy.wrapped,
+            num_microbatches=len(work),
+            seq_length=1,  # of pipelines with a fixed length; ours is variable
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        sums = torch.stack([output["sums"] for output in outputs]).sum(0)
+        maxima = torch.stack([output["maxima"] for output in outputs]).amax(0)
+        return torch.cat([sums, maxima])
+
+    def _forward_step(self, iterator: Iterator[_Work], model: torch.nn.Module):
+        work = next(iterator)
+        logits = logits_of(model, work.pack, **self._options)
+
+        def loss_function(output: torch.Tensor):
+            loss, statistics = self._loss_of(output, work)
+            return loss, torch.tensor(work.pack.count, dtype=torch.int, device=self._device), statistics
+
+        return logits, loss_function
+
+    def _loss_of(self, logits: torch.Tensor, work: _Work) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        pack, policy = work.pack, self._policy
+        log_probs, entropy = trained_log_probs(logits, pack, policy.hf, policy.temperature)
+        if self._loss.entropy_coef == 0 or self._supervised:
+            entropy = entropy.detach()
+        if self._supervised:
+            terms = {"loss": -log_probs, "entropy": entropy}
+            ratio, before = torch.ones_like(log_probs), None
+        else:
+            terms, ratio = self._policy_terms(log_probs, entropy, work)
+            before = log_probs.detach() if work.before_update else work.old
+        loss = (terms["loss"] * pack.weights).sum()
+        return loss, _statistics(terms, pack, ratio.detach(), before)
+
+    def _policy_terms(self, log_probs: torch.Tensor, entropy: torch.Tensor, work: _Work):
+        settings = self._loss
+        old = log_probs.detach() if work.old is None else work.old
+        policy = policy_terms(log_probs, old, work.pack.advantages, settings)
+        terms = {
+            "loss": policy.objective,
+            "pg_loss": policy.objective,
+            "entropy": entropy,
+            "ppo_kl": policy.log_ratio,
+            "pg_clipfrac": policy.clipped,
+        }
+        if settings.entropy_coef:
+            terms["loss"] = terms["loss"] - settings.entropy_coef * entropy
+        if work.reference is not None:
+            terms["kl_loss"] = kl_estimate(log_probs, work.reference, settings.kl_type)
+            terms["loss"] = terms["loss"] + settings.kl_coef * terms["kl_loss"]
+        return terms, policy.ratio
+
+    def _reduce(self, statistics: list[torch.Tensor]) -> dict[str, float]:
+        """Means over the optimizer steps; counts and maxima over all."""
+        table = torch.stack(statistics)
+        sums, maxima = table[:, : len(_SUMS)].contiguous(), table[:, len(_SUMS) :].amax(0)
+        group = parallel_state.get_data_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        rows = [dict(zip(_SUMS, row, strict=True)) for row in sums.tolist()]
+        metrics = {name: sum(row[name] / max(row["count"], 1) for row in rows) / len(rows) for name in _MEANS}
+        total = {name: sum(row[name] for row in rows) for name in _SUMS}
+        metrics["trained_tokens"] = total["tokens"]
+        if self._supervised:
+            return metrics
+        metrics["ratio_mean"] = total["ratio"] / max(total["tokens"], 1)
+        metrics["log_prob_abs_diff_mean"] = total["difference"] / max(total["difference_tokens"], 1)
+        return metrics | dict(zip(_MAXIMA, maxima.tolist(), strict=True))
+
+
+@torch.no_grad()
+def _statistics(
+    terms: dict[str, torch.Tensor], pack: Pack, ratio: torch.Tensor, before: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Sums in the order of _SUMS, float64, and maxima in the order of _MAXIMA."""
+    zero = torch.zeros((), dtype=torch.float64, device=ratio.device)
+    sums = [(terms[name] * pack.weights).sum().double() if name in terms else zero for name in _MEANS]
+    difference = torch.zeros_like(ratio) if before is None else (before - pack.engine_log_probs).abs()
+    tokens = zero + len(ratio)
+    sums += [zero + pack.count, tokens, ratio.sum().double(), difference.sum().double(), tokens]
+    maxima = [x.amax().double() if len(x) else zero for x in (ratio, difference)]
+    return {"sums": torch.stack(sums), "maxima": torch.stack(maxima)}

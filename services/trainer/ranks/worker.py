@@ -1,0 +1,165 @@
+"""Carries out commands: one method per command, in terms of this package's parts. Knows nothing of sockets."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from services.common.errors import Code, ServiceError
+from services.common.run_spec import RunSpec
+from services.trainer.core import commands
+from services.trainer.ranks import runtime
+
+
+class RankWorker:
+    """State of a rank between commands. Modules that import megatron are imported by `Setup`, after the process has been
+    prepared for its device."""
+
+    def __init__(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        self._rank, self._world = rank, (rank, world_size, master_port, master_address)
+        self._step_count = 0
+        self._ready = False
+        self._staged = None
+        self._handlers: dict[type, Callable] = {
+            commands.Setup: self._setup,
+            commands.Load: self._load,
+            commands.TrainStep: self._train_step,
+            commands.ListWeights: self._list_weights,
+            commands.StageWeights: self._stage_weights,
+            commands.Checksums: self._checksums,
+            commands.JoinGroups: lambda c: self._groups.join(c.groups, c.timeout),
+            commands.SendBucket: self._send_bucket,
+            commands.LeaveGroups: lambda c: self._groups.leave(c.group_names),
+            commands.ReleaseWeights: self._release_weights,
+            commands.SaveCheckpoint: self._save_checkpoint,
+            commands.ExportHf: self._export_hf,
+            commands.Shutdown: self._shutdown,
+        }
+
+    def execute(self, command: commands.Command) -> commands.Result | commands.Failure:
+        """Answer of a command; never raises."""
+        try:
+            if not self._ready and not isinstance(command, (commands.Setup, commands.Shutdown)):
+                raise _wrong_order(f"{type(command).__name__} before Setup")
+            return commands.Result(self._handlers[type(command)](command))
+        except ServiceError as error:
+            return commands.Failure(error.message, traceback.format_exc(), error.reason)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or ["no message"]
+            text = f"Rank {self._rank} failed in {type(command).__name__}: {type(error).__name__}: {lines[0]}"
+            return commands.Failure(text, traceback.format_exc())
+
+    def _setup(self, command: commands.Setup) -> commands.SetupResult:
+        if self._ready:
+            raise _wrong_order("Setup was sent twice")
+        start = time.perf_counter()
+        spec = RunSpec.model_validate_json(command.spec_json)
+        layout = runtime.Layout(*self._world[:3], spec.trainer.tensor_model_parallel_size, self._world[3])
+        self._device = runtime.start(layout, command.device, spec.trainer.seed)
+        from megatron.core import parallel_state
+
+        from services.trainer.ranks import policy as policies
+        from services.trainer.ranks.fetch import SampleSource
+        from services.trainer.ranks.train import StepTrainer
+        from services.trainer.ranks.weights import WeightGroups
+
+        self._spec = spec
+        self._policy = policies.build_policy(spec, self._device)
+        reference = policies.build_reference(spec, self._device) if spec.trainer.use_kl_loss else None
+        self._trainer = StepTrainer(spec, self._policy, reference, self._device)
+        self._source = SampleSource()
+        self._groups = WeightGroups(self._device)
+        self._ready = True
+        cuda = command.device == "cuda"
+        return commands.SetupResult(
+            torch_version=torch.__version__,
+            nccl_version=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+            backends=("nccl", "gloo") if cuda else ("gloo",),
+            collective_env={k: os.environ[k] for k in runtime.COLLECTIVE_VARIABLES if cuda and k in os.environ},
+            parameter_count=self._policy.parameter_count,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            tensor_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _load(self, command: commands.Load) -> commands.LoadResult:
+        from services.trainer.ranks.checkpoint import load_checkpoint
+
+        counters = load_checkpoint(self._policy, command.path)
+        self._step_count = counters.step_count
+        return commands.LoadResult(counters.step_count, counters.optimizer_steps)
+
+    def _train_step(self, command: commands.TrainStep) -> commands.TrainResult:
+        from megatron.core import parallel_state
+
+        from services.trainer.ranks.train import PartTimer
+
+        if command.step != self._step_count:
+            raise _wrong_order(f"step {command.step} was asked for, but step {self._step_count} comes next")
+        timer = PartTimer()
+        with timer.part("total"):
+            with timer.part("fetch"):
+                wanted = command.plan.sample_ids(parallel_state.get_data_parallel_rank())
+                samples = self._source.fetch(command.buffer_address, command.run_id, wanted)
+            metrics = self._trainer.train(samples, command.plan, command.advantages, timer)
+        self._step_count += 1
+        return commands.TrainResult(metrics, timer.seconds)
+
+    def _list_weights(self, _command: commands.ListWeights) -> tuple[commands.TensorSpec, ...]:
+        from services.trainer.ranks.model.hf_weights import list_weights
+
+        return list_weights(self._policy.model, self._policy.hf)
+
+    def _stage_weights(self, command: commands.StageWeights) -> commands.BucketPlan | None:
+        from services.trainer.ranks.weights import stage_weights
+
+        self._staged = None  # free the old version before the new one is gathered
+        self._staged = stage_weights(self._policy.model, self._policy.hf, command.bucket_bytes, self._device)
+        return None if self._staged is None else self._staged.plan
+
+    def _need_staged(self):
+        if self._staged is None:
+            raise _wrong_order("no weights are staged on this rank; send StageWeights first, and this to rank 0")
+        return self._staged
+
+    def _checksums(self, command: commands.Checksums) -> dict[str, str]:
+        return self._need_staged().checksums(command.rules)
+
+    def _send_bucket(self, command: commands.SendBucket) -> dict[str, str | None]:
+        return self._groups.send(self._need_staged().buckets[command.index], command.group_names, command.timeout)
+
+    def _release_weights(self, _command: commands.ReleaseWeights) -> None:
+        self._staged = None
+
+    def _save_checkpoint(self, command: commands.SaveCheckpoint) -> commands.SaveResult:
+        from services.trainer.ranks.checkpoint import save_checkpoint
+
+        if command.step_count != self._step_count:
+            raise _wrong_order(f"a checkpoint of {command.step_count} steps, but {self._step_count} were trained")
+        start = time.perf_counter()
+        path = save_checkpoint(self._policy, command.path, command.step_count)
+        return commands.SaveResult(str(path), time.perf_counter() - start)
+
+    def _export_hf(self, command: commands.ExportHf) -> commands.ExportResult:
+        from services.trainer.ranks.export import export_hf
+
+        source = self._spec.rollout.hf_checkpoint
+        return commands.ExportResult(command.path, export_hf(self._policy.model, self._policy.hf, source, command.path))
+
+    def _shutdown(self, _command: commands.Shutdown) -> None:
+        if self._ready:
+            self._groups.leave_all()
+            self._source.close()
+            self._ready = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _wrong_order(what: str) -> ServiceError:
+    return ServiceError(Code.FAILED_PRECONDITION, "COMMAND_OUT_OF_ORDER", f"The command cannot be carried out: {what}.")
