@@ -18,6 +18,7 @@ from services.rollout.adapters.buffer_client import GrpcBuffer
 from services.rollout.adapters.reward_client import GrpcScorer
 from services.rollout.adapters.router import SGLangRouter
 from services.rollout.adapters.sglang_launch import SGLangFactory
+from services.rollout.adapters.simulated import SimulatedFactory
 from services.rollout.adapters.tokenizer import load_tokenizer
 from services.rollout.config import RolloutNodeSettings
 from services.rollout.core.engine_port import EngineFactory, Router
@@ -113,11 +114,7 @@ class App:
 
 def _factory(fleet: FleetSettings) -> EngineFactory:
     """Builder of the kind of engine a run asks for."""
-    if fleet.engine == "simulated":
-        from services.rollout.adapters.simulated_launch import SimulatedFactory
-
-        return SimulatedFactory()
-    return SGLangFactory()
+    return {"sglang": SGLangFactory, "simulated": SimulatedFactory}[fleet.engine]()
 
 
 def _router(fleet: FleetSettings, log_dir: Path | None) -> Router:

@@ -105,24 +105,20 @@ class GenerationLoop:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._freed.wait(), _LEASE_WAIT)
             return
-        began = time.monotonic()
         if self._failures:
             await asyncio.sleep(min(0.05 * 2 ** min(self._failures, 10), _MAX_BACKOFF))
         if not await self._ready(_LEASE_WAIT):
-            self._count_idle(began)
             return
+        began = time.monotonic()
         leases = await self._buffer.lease_prompts(
             self._run.run_id, min(free, _MAX_LEASE_COUNT), _LEASE_WAIT, self._run.lease_ttl
         )
-        self._count_idle(began)
+        if not self._work:
+            self._counters.idle_seconds += time.monotonic() - began
         for lease in leases:
             task = asyncio.create_task(self._handle(lease), name=lease.prompt.group_id)
             self._work[lease.lease_id] = task
             task.add_done_callback(lambda _, lease_id=lease.lease_id: self._finished(lease_id))
-
-    def _count_idle(self, began: float) -> None:
-        if not self._work:
-            self._counters.idle_seconds += time.monotonic() - began
 
     def _finished(self, lease_id: str) -> None:
         self._work.pop(lease_id, None)
