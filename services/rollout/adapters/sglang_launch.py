@@ -165,6 +165,8 @@ def cpu_defaults(spec: LaunchSpec, user: Mapping[str, Any]) -> dict[str, Any]:
         "grammar_backend": "none",
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
+        # An idle scheduler would poll with a whole core, which the trainer needs.
+        "sleep_on_idle": True,
         "mem_fraction_static": 0.1,
         "max_running_requests": running,
         "max_total_tokens": max(2 * context, min(running * context, CPU_CACHE_TOKENS)),

@@ -1,0 +1,123 @@
+"""What every engine answers to a request."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+
+from services.common.errors import Code, ServiceError
+from services.common.records import SamplingParams
+from services.rollout.core.engine_port import GenerationRequest
+from tests.support.engine import CONTEXT_LENGTH, EOS_ID, VOCAB_SIZE
+
+SECONDS = 30.0
+PROMPT = tuple(range(40, 56))
+
+
+def request(count: int = 1, tokens: int = 12, prompt=PROMPT, extra=None, **sampling) -> GenerationRequest:
+    sampling.setdefault("temperature", 1.0)
+    params = SamplingParams(max_new_tokens=tokens, **sampling)
+    return GenerationRequest("r-1", tuple(prompt), params, count, extra or {})
+
+
+async def test_info_states_what_a_trainer_and_a_router_must_know(engine, engine_process):
+    info = await engine.info()
+    assert info.kind == engine_process.kind.removesuffix("-cpu")
+    assert (info.vocab_size, info.context_length, info.rank_count) == (VOCAB_SIZE, CONTEXT_LENGTH, 1)
+    assert info.backends == ("gloo",)
+    assert info.max_running >= 64
+    assert info.engine_version
+    assert info.torch_version
+    assert await engine.health(5.0)
+
+
+async def test_samples_are_whole_and_aligned(engine):
+    generations = await engine.generate(request(count=4), SECONDS)
+    assert len(generations) == 4
+    for generation in generations:
+        length = len(generation.output_ids)
+        assert 1 <= length <= 12
+        assert generation.output_ids.dtype == np.int32
+        assert generation.log_probs.dtype == np.float32
+        assert len(generation.log_probs) == length
+        assert np.all(generation.log_probs <= 0)
+        assert np.all((generation.output_ids >= 0) & (generation.output_ids < VOCAB_SIZE))
+        assert (generation.versions[0].start, generation.versions[-1].end) == (0, length)
+        assert generation.engine_url == engine.url
+    assert len({tuple(g.output_ids) for g in generations}) > 1
+
+
+async def test_greedy_decoding_is_deterministic(engine):
+    first = await engine.generate(request(count=2, temperature=0.0), SECONDS)
+    second = await engine.generate(request(count=2, temperature=0.0), SECONDS)
+    assert len({tuple(g.output_ids) for g in first + second}) == 1
+    np.testing.assert_allclose(first[0].log_probs, second[0].log_probs, atol=1e-5)
+
+
+async def test_a_stop_token_ends_a_sample_and_is_part_of_it(engine):
+    stops = tuple(range(0, VOCAB_SIZE, 4))
+    for generation in await engine.generate(request(count=4, tokens=200, stop_token_ids=stops), SECONDS):
+        assert generation.finish_reason == "stop"
+        assert generation.output_ids[-1] in {*stops, EOS_ID}
+        assert not set(generation.output_ids[:-1].tolist()) & set(stops)
+
+
+async def test_a_sample_ends_at_its_length(engine):
+    (generation,) = await engine.generate(request(tokens=20, extra={"ignore_eos": True}), SECONDS)
+    assert generation.finish_reason == "length"
+    assert len(generation.output_ids) == 20
+
+
+async def test_a_full_context_is_served(engine):
+    prompt = [7] * (CONTEXT_LENGTH - 40)
+    (generation,) = await engine.generate(request(tokens=40, prompt=prompt), SECONDS)
+    assert len(generation.output_ids) == len(generation.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "reason", "named"),
+    [
+        ([1, VOCAB_SIZE], 4, "TOKEN_OUT_OF_RANGE", f"token id {VOCAB_SIZE}"),
+        ([1, -1], 4, "TOKEN_OUT_OF_RANGE", "token id -1"),
+        ([1] * 500, 13, "PROMPT_TOO_LONG", "500 prompt + 13 new tokens"),
+        ([], 4, "INVALID_FIELD", "no prompt tokens"),
+        ([1], 0, "INVALID_FIELD", "at least 1"),
+    ],
+)
+async def test_a_request_the_engine_cannot_take_is_refused_before_it(engine, prompt, tokens, reason, named):
+    with pytest.raises(ServiceError, match=re.escape(named)) as caught:
+        await engine.generate(request(tokens=tokens, prompt=prompt), SECONDS)
+    assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, reason)
+    assert await engine.health(5.0)
+
+
+async def test_an_unknown_sampling_key_is_refused_in_the_engines_words(engine):
+    with pytest.raises(ServiceError, match="temprature") as caught:
+        await engine.generate(request(extra={"temprature": 1.0}), SECONDS)
+    assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, "ENGINE_REFUSED")
+
+
+async def test_a_deadline_is_kept(engine):
+    with pytest.raises(ServiceError, match="did not answer") as caught:
+        await engine.generate(request(tokens=400, extra={"ignore_eos": True}), 0.2)
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
+    await engine.abort_all()
+
+
+async def test_abort_returns_what_was_produced(engine):
+    running = asyncio.create_task(engine.generate(request(tokens=400, extra={"ignore_eos": True}), SECONDS))
+    await asyncio.sleep(0.5)
+    await engine.abort_all()
+    (generation,) = await running
+    assert generation.finish_reason == "abort"
+    assert 0 < len(generation.output_ids) < 400
+    assert len(generation.output_ids) == len(generation.log_probs) == generation.versions[-1].end
+
+
+async def test_many_small_requests_run_together(engine):
+    requests = [request(count=4, prompt=[*PROMPT, index]) for index in range(16)]
+    answers = await asyncio.gather(*(engine.generate(each, SECONDS) for each in requests))
+    assert sum(map(len, answers)) == 64
