@@ -1,0 +1,1 @@
+"""The trainer's outside world: rank processes, buffer, rollout nodes, files."""

@@ -1,0 +1,131 @@
+"""From a manifest to what the ranks need: advantages, the micro-batch plan, and the batch's own metrics. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.records import SampleStatus
+from services.common.run_spec import RunSpec
+from services.trainer.core.advantages import ScoredSample, group_advantages, zero_share
+from services.trainer.core.commands import TrainResult
+from services.trainer.core.records import Batch, NodeView, SampleHeader
+from services.trainer.core.schedule import SampleSize, ScheduleSettings, StepPlan, plan_step
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step trains. `advantages` is empty for supervised runs."""
+
+    plan: StepPlan
+    advantages: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+def schedule_settings(spec: RunSpec, data_parallel_size: int) -> ScheduleSettings:
+    """Shape of every step of a run."""
+    trainer = spec.trainer
+    return ScheduleSettings(
+        data_parallel_size=data_parallel_size,
+        optimizer_steps=trainer.num_steps_per_rollout,
+        use_dynamic_batch_size=trainer.use_dynamic_batch_size,
+        max_tokens=trainer.max_tokens_per_gpu,
+        micro_batch_size=trainer.micro_batch_size,
+        pad_multiple=trainer.tensor_model_parallel_size,
+    )
+
+
+def step_inputs(batch: Batch, spec: RunSpec, settings: ScheduleSettings) -> StepInputs:
+    """Plan and advantages of a batch. Raises BATCH_NOT_DIVISIBLE."""
+    supervised = spec.trainer.loss_type == "sft_loss"
+    sizes = [
+        SampleSize(
+            sample_id=sample.sample_id,
+            length=sample.length,
+            trained_tokens=sample.trained_token_count if supervised or sample.reward is not None else 0,
+        )
+        for sample in batch.samples
+    ]
+    advantages: Mapping[str, float] = {}
+    if not supervised:
+        scored = [ScoredSample(sample.sample_id, sample.group_id, sample.reward) for sample in batch.samples]
+        advantages = group_advantages(scored, normalize_std=not spec.trainer.disable_grpo_std_normalization)
+    return StepInputs(plan_step(sizes, settings), advantages, batch_metrics(batch, advantages, supervised=supervised))
+
+
+def batch_metrics(batch: Batch, advantages: Mapping[str, float], *, supervised: bool) -> dict[str, float]:
+    """Means over the samples of a batch. Rewards are those of scored samples."""
+    samples = batch.samples
+    lengths = [sample.response_length for sample in samples]
+    metrics = {
+        "sample_count": float(len(samples)),
+        "prompt_length_mean": _mean([sample.prompt_length for sample in samples]),
+        "response_length_mean": _mean(lengths),
+        "response_length_max": float(max(lengths, default=0)),
+    }
+    if supervised:
+        return metrics
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lags = _lags(samples, batch.policy_version)
+    return metrics | {
+        "reward_mean": _mean(rewards),
+        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        "unscored_count": float(len(samples) - len(rewards)),
+        "truncated_fraction": _mean([sample.status is SampleStatus.TRUNCATED for sample in samples]),
+        "zero_advantage_fraction": zero_share(advantages),
+        "staleness_mean": _mean(lags),
+        "staleness_max": float(max(lags, default=0)),
+        "mixed_version_fraction": _mean([sample.min_version != sample.max_version for sample in samples]),
+        "stale_group_count": float(batch.stale_group_count),
+        "ready_group_count": float(batch.ready_group_count),
+    }
+
+
+def _lags(samples: Sequence[SampleHeader], policy_version: int) -> list[int]:
+    """Published versions minus oldest version; a sample newer than what is published lags by 0."""
+    return [max(policy_version - sample.min_version, 0) for sample in samples]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def train_metrics(results: Sequence[TrainResult]) -> dict[str, float]:
+    """Rank 0's metrics, and the slowest rank's seconds as `train_<part>_seconds`."""
+    parts = sorted({part for result in results for part in result.seconds})
+    seconds = {f"train_{part}_seconds": max(result.seconds.get(part, 0.0) for result in results) for part in parts}
+    return dict(results[0].metrics) | seconds
+
+
+_NODE_COUNTERS = (
+    "finished_group_count",
+    "generated_token_count",
+    "idle_seconds",
+    "generate_seconds",
+    "score_seconds",
+)
+
+
+class NodeDeltas:
+    """What the rollout nodes did between two looks: `rollout_<counter>`, summed over nodes."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, dict[str, float]] = {}
+
+    def look(self, nodes: Sequence[NodeView]) -> dict[str, float]:
+        """Growth of the counters since the last look; a node that restarted counts from 0 again."""
+        totals = dict.fromkeys(_NODE_COUNTERS, 0.0)
+        seen: dict[str, dict[str, float]] = {}
+        for node in nodes:
+            now = {name: float(getattr(node, name)) for name in _NODE_COUNTERS}
+            seen[node.node_id] = now
+            before = self._last.get(node.node_id)
+            if before is None:
+                continue  # what it did before we first saw it belongs to no step
+            for name in _NODE_COUNTERS:
+                grown = now[name] - before[name]
+                totals[name] += grown if grown >= 0 else now[name]
+        self._last |= seen
+        return {f"rollout_{name}": value for name, value in totals.items()} if nodes else {}

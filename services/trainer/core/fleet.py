@@ -1,0 +1,180 @@
+"""Keeps the engines of a run at the published version: full pushes of a new one, and late joiners in between.
+
+Knows nothing of how bytes travel (`weights`). Invariants: a version is published only when an engine serves it; a
+late joiner gets the published version, in groups that hold no other engine; the ranks are never shared by two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from services.common.errors import Code, ServiceError
+from services.common.telemetry import get_logger
+from services.trainer.core.ports import Journal, RanksFailed, Rollout
+from services.trainer.core.records import EngineView, NodeView
+from services.trainer.core.weights import UpdateReport, WeightUpdater
+
+log = get_logger(__name__)
+
+_POLL_SECONDS = 1.0
+_FIRST_BACKOFF = 2.0
+_LONGEST_BACKOFF = 60.0
+_ROSTER_PATIENCE = 30.0
+"""Seconds after the first engine for the others to come up; later ones are late joiners."""
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """`engine_count`: engines the run asks for; `engines_timeout`: longest wait for any engine to take weights."""
+
+    run_id: str
+    engine_count: int
+    engines_timeout: float
+
+
+class EngineFleet:
+    """The engines of one run, as the trainer sees them.
+
+    Args:
+        rollout: nodes and engines.
+        updater: moves the bytes.
+        ranks_lock: held by whoever uses the ranks.
+        journal: late joiners and engines that were left out are written here.
+        settings: run and deadlines.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        updater: WeightUpdater,
+        ranks_lock: asyncio.Lock,
+        journal: Journal,
+        settings: FleetSettings,
+    ) -> None:
+        self._rollout = rollout
+        self._updater = updater
+        self._lock = ranks_lock
+        self._journal = journal
+        self._settings = settings
+        self._version = 0
+        self._step = -1
+        self._backoff: dict[str, tuple[float, float]] = {}
+
+    async def nodes(self) -> list[NodeView]:
+        """Live nodes that serve this run."""
+        return [node for node in await self._rollout.nodes() if node.run_id == self._settings.run_id]
+
+    async def engines(self) -> list[EngineView]:
+        """Engines that can take part in an update."""
+        return [engine for node in await self.nodes() for engine in node.engines if engine.joinable]
+
+    async def wait_for_engines(self, check: Callable[[], None]) -> list[EngineView]:
+        """Engines as soon as all are up, or some of them for long enough. `check` may raise to end the wait.
+
+        Raises:
+            ServiceError: NO_ENGINE with what the nodes say of themselves.
+        """
+        began, first = time.monotonic(), None
+        while True:
+            check()
+            engines = await self.engines()
+            now = time.monotonic()
+            if engines:
+                first = first or now
+                if len(engines) >= self._settings.engine_count or now - first > _ROSTER_PATIENCE:
+                    return engines
+            elif now - began > self._settings.engines_timeout:
+                raise await self._no_engine(now - began)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _no_engine(self, waited: float, failures: dict[str, str] | None = None) -> ServiceError:
+        nodes = await self._rollout.nodes()
+        said = "; ".join(describe_node(node) for node in nodes) or "no rollout node is registered"
+        why = "".join(f" Engine {engine}: {text}" for engine, text in (failures or {}).items())
+        return ServiceError(
+            Code.DEADLINE_EXCEEDED,
+            "NO_ENGINE",
+            f"No engine of run {self._settings.run_id} took the weights within {waited:.0f} s: {said}.{why}"
+            " Start a rollout node, or see its log.",
+            run_id=self._settings.run_id,
+        )
+
+    async def push(
+        self, version: int, step: int, publish: Callable[[int], Awaitable[None]], check: Callable[[], None]
+    ) -> UpdateReport:
+        """Stages the ranks' weights, brings every engine to them and publishes; retries until one has them.
+        `check` may raise to end the retries.
+
+        Raises:
+            ServiceError: NO_ENGINE when no engine took the weights in `engines_timeout`.
+        """
+        began, pause = time.monotonic(), _POLL_SECONDS
+        async with self._lock:
+            staged = await self._updater.stage()
+            while True:
+                engines = await self.engines()
+                report = await self._updater.push(version, engines)
+                if report.committed:
+                    break
+                check()
+                if time.monotonic() - began > self._settings.engines_timeout:
+                    raise await self._no_engine(time.monotonic() - began, report.failed)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 10.0)
+            report.seconds["stage"] = staged
+            await publish(version)
+            self._version, self._step = version, step
+        for engine_id, why in report.failed.items():
+            self._journal.write("notice", step, {}, f"engine {engine_id} was left out of version {version}: {why}")
+        return report
+
+    async def catch_up_forever(self) -> None:
+        """Brings late joiners up until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self.catch_up()
+            except RanksFailed:
+                return  # whoever uses the ranks next meets the same failure and acts on it
+            except ServiceError as error:
+                log.warning("late joiners could not be looked for", error=error.message)
+
+    async def catch_up(self) -> UpdateReport | None:
+        """Brings engines that are behind to the published version; None when there are none."""
+        if not self._version or not await self._late():
+            return None
+        async with self._lock:
+            late = await self._late()
+            if not late:
+                return None
+            report = await self._updater.push(self._version, late)
+        for engine_id in report.committed:
+            self._backoff.pop(engine_id, None)
+            self._journal.write("notice", self._step, {}, f"engine {engine_id} joined at version {self._version}")
+        for engine_id, why in report.failed.items():
+            seconds = min(2 * self._backoff.get(engine_id, (0.0, _FIRST_BACKOFF / 2))[1], _LONGEST_BACKOFF)
+            self._backoff[engine_id] = (time.monotonic() + seconds, seconds)
+            text = f"engine {engine_id} could not be brought to version {self._version}: {why}"
+            self._journal.write("notice", self._step, {}, text)
+        return report
+
+    async def _late(self) -> list[EngineView]:
+        now = time.monotonic()
+        return [
+            engine
+            for engine in await self.engines()
+            if engine.behind(self._version) and self._backoff.get(engine.engine_id, (0.0, 0.0))[0] <= now
+        ]
+
+
+def describe_node(node: NodeView) -> str:
+    """One clause on what a node is doing, for messages about waiting."""
+    engines = ", ".join(
+        f"{engine.engine_id} {engine.state.name} at version {engine.weight_version}" for engine in node.engines
+    )
+    text = f"node {node.node_id} serves run {node.run_id or 'none'} with {engines or 'no engine'}"
+    text += f", {node.running_group_count} groups in flight"
+    return f"{text}, and says: {node.problem.rstrip('.')}" if node.problem else text

@@ -1,0 +1,380 @@
+"""The training loop: one attempt at a run, from the session's begin to the last step.
+
+Synchronous and asynchronous training are the same loop: how far rollout may run ahead is decided by the buffer's
+admission (`max_staleness`). Invariants, in the order that makes a death at any point harmless:
+- Weights are pushed and published before a batch is taken, so every sample's version is known to the run.
+- A step is committed after it was trained; a checkpoint is recorded after it was written; what lies between a
+  checkpoint and the death is given back by RestoreRun and trained again from the restored weights.
+- A version is reserved before it is pushed, so no number is used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import Code, ServiceError
+from services.common.process import free_port
+from services.common.run_spec import RunSpec
+from services.common.telemetry import get_logger
+from services.trainer.core.batches import NodeDeltas, StepInputs, schedule_settings, step_inputs, train_metrics
+from services.trainer.core.commands import ExportHf, Setup, SetupResult, TrainResult, TrainStep
+from services.trainer.core.evaluation import eval_message, eval_metrics, evaluate
+from services.trainer.core.fleet import EngineFleet, FleetSettings, describe_node
+from services.trainer.core.ports import Buffer, CheckpointFiles, Journal, Ranks, RanksFailed, Rollout
+from services.trainer.core.progress import Phase, Progress
+from services.trainer.core.records import Batch, Session
+from services.trainer.core.restore import CheckpointPlaces, Restored, restore, save_checkpoint
+from services.trainer.core.settings import LoopSettings
+from services.trainer.core.timing import StepClock
+from services.trainer.core.weights import UpdateReport, UpdateSettings, WeightUpdater
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Everything outside."""
+
+    buffer: Buffer
+    ranks: Ranks
+    rollout: Rollout
+    files: CheckpointFiles
+    journal: Journal
+
+
+class Outcome(enum.Enum):
+    """How an attempt ended without an error."""
+
+    FINISHED = "all steps are done"
+    STOPPED = "it was asked to stop"
+
+
+class StopRequested(Exception):
+    """Ends a wait when the run was asked to stop."""
+
+
+class TrainingLoop:
+    """One attempt at a run.
+
+    Args:
+        session: this trainer's hold on the run.
+        spec: the run's settings.
+        ports: the outside.
+        settings: deadlines and places.
+        progress: updated on the way.
+        stop: set by whoever wants the run to stop after the step in progress.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        spec: RunSpec,
+        ports: Ports,
+        settings: LoopSettings,
+        progress: Progress,
+        stop: asyncio.Event,
+    ) -> None:
+        self._session = session
+        self._spec = spec
+        self._ports = ports
+        self._settings = settings
+        self._progress = progress
+        self._stop = stop
+        self._run_id = session.run.run_id
+        self._supervised = spec.trainer.loss_type == "sft_loss"
+        self._clock = StepClock()
+        self._deltas = NodeDeltas()
+        self.ranks_lock = asyncio.Lock()
+        """Held by whoever uses the ranks."""
+        self._setup: SetupResult | None = None
+        self._restored = Restored(0, 0, "", 0)
+        self._saved_step_count = -1
+        self._published_step_count = -1
+        self._fleet: EngineFleet | None = None
+
+    @property
+    def save_directory(self) -> str:
+        """Where this run's checkpoints are."""
+        return self._spec.trainer.save or str(Path(self._progress.run_dir) / "checkpoints")
+
+    async def run(self) -> Outcome:
+        """Trains until the last step, a stop, or an error.
+
+        Raises:
+            ServiceError: FENCED, RANKS_FAILED (see `RanksFailed`), NO_ENGINE, BATCH_TIMEOUT, or another's error.
+        """
+        try:
+            await self._load()
+            if self._supervised or self._restored.step_count >= self._spec.rollout.num_rollout:
+                return await self._train()
+            catch_up = await self._start_engines()
+            try:
+                return await self._train()
+            finally:
+                catch_up.cancel()
+                await asyncio.gather(catch_up, return_exceptions=True)
+        except StopRequested:
+            return await self._stopped()
+
+    # -- before the first step
+
+    async def _load(self) -> None:
+        self._progress.enter(Phase.LOADING)
+        setup = Setup(self._session.run.spec_json, self._settings.device)
+        async with self.ranks_lock:
+            await self._ports.ranks.start()
+            try:
+                self._setup = (await self._ports.ranks.call_all(setup, self._settings.setup_timeout))[0]
+            except RanksFailed as error:
+                if not error.answered:
+                    raise
+                raise ServiceError(
+                    Code.FAILED_PRECONDITION, "MODEL_NOT_LOADED", f"The model cannot be loaded: {error.message}"
+                ) from error
+            places = CheckpointPlaces(self.save_directory, self._spec.trainer.load)
+            ports = self._ports
+            self._restored = await restore(
+                self._session, places, ports.ranks, ports.buffer, ports.files, self._settings.setup_timeout
+            )
+        done = self._restored.step_count
+        self._saved_step_count = done if self._restored.path else -1
+        self._progress.step_count = done
+        text = f"goes on from step {done} ({self._restored.path})" if done else "starts from the first step"
+        self._write("restore", done - 1, {"step_count": float(done)}, f"run {self._run_id} {text}")
+
+    async def _start_engines(self) -> asyncio.Task:
+        """First push, and the first evaluation; → the task that brings late joiners up."""
+        assert self._setup
+        trainer = self._spec.trainer
+        updater = WeightUpdater(
+            self._ports.ranks,
+            self._ports.rollout,
+            self._setup,
+            UpdateSettings(
+                run_id=self._run_id,
+                session_epoch=self._session.epoch,
+                bucket_bytes=trainer.update_weight_buffer_size,
+                group_size=trainer.weight_group_size,
+                timeout=trainer.update_timeout,
+                join_timeout=min(trainer.update_timeout, self._settings.join_timeout),
+                stage_timeout=self._settings.save_timeout,
+                address=self._settings.address,
+                free_port=free_port,
+            ),
+        )
+        self._fleet = EngineFleet(
+            self._ports.rollout,
+            updater,
+            self.ranks_lock,
+            self._ports.journal,
+            FleetSettings(self._run_id, self._spec.rollout.engine_count, self._settings.engines_timeout),
+        )
+        self._progress.enter(Phase.WAITING_FOR_ENGINES)
+        await self._fleet.wait_for_engines(self._check)
+        await self._update_weights()
+        if self._progress.step_count == 0 and trainer.eval_before_train and self._spec.rollout.eval_interval:
+            await self._evaluate()
+        self._deltas.look(await self._fleet.nodes())
+        return asyncio.create_task(self._fleet.catch_up_forever(), name="late joiners")
+
+    # -- the steps
+
+    async def _train(self) -> Outcome:
+        total = self._spec.rollout.num_rollout
+        self._clock.lap()
+        for step in range(self._restored.step_count, total):
+            self._check()
+            try:
+                await self._step(step)
+            except ServiceError as error:
+                if error.reason != "DATA_EXHAUSTED":
+                    raise
+                text = f"the data ended after {step} of {total} steps: {error.message}"
+                self._write("notice", step - 1, {}, text)
+                break
+        await self._finish()
+        return Outcome.FINISHED
+
+    async def _step(self, step: int) -> None:
+        ports, epoch = self._ports, self._session.epoch
+        with self._clock.part("wait_groups"):
+            batch = await self._take_batch(step)
+        self._progress.enter(Phase.TRAINING)
+        with self._clock.part("plan"):
+            assert self._setup
+            inputs = step_inputs(batch, self._spec, schedule_settings(self._spec, self._setup.data_parallel_size))
+        with self._clock.part("train"):
+            results = await self._train_step(step, inputs)
+        with self._clock.part("commit"):
+            await ports.buffer.commit_step(self._run_id, epoch, step)
+        done = step + 1
+        self._progress.step_count = done
+        metrics = dict(inputs.metrics) | train_metrics(results)
+        # Engines first: they generate while the checkpoint is written.
+        if not self._supervised and done % self._spec.trainer.update_weights_interval == 0:
+            with self._clock.part("update_weights"):
+                metrics |= _update_metrics(await self._update_weights())
+        if self._due(self._spec.trainer.save_interval, done):
+            with self._clock.part("save"):
+                await self._save()
+        if self._fleet and self._due(self._spec.rollout.eval_interval, done):
+            with self._clock.part("eval"):
+                await self._evaluate()
+        await self._report(step, metrics)
+
+    async def _take_batch(self, step: int) -> Batch:
+        self._progress.enter(Phase.WAITING_FOR_GROUPS)
+        count = self._spec.rollout.rollout_batch_size
+        began = time.monotonic()
+        while True:
+            self._check()
+            batch = await self._ports.buffer.take_batch(
+                self._run_id, self._session.epoch, step, count, self._settings.take_wait
+            )
+            if batch is not None:
+                return batch
+            waited = time.monotonic() - began
+            if waited > self._spec.trainer.batch_timeout:
+                raise await self._batch_timeout(step, count, waited)
+
+    async def _batch_timeout(self, step: int, count: int, waited: float) -> ServiceError:
+        counts = await self._ports.buffer.counts(self._run_id)
+        nodes = await self._ports.rollout.nodes()
+        said = "; ".join(describe_node(node) for node in nodes) or "no rollout node is registered"
+        evicted = ", ".join(f"{number} {reason}" for reason, number in counts.evicted.items()) or "none"
+        return ServiceError(
+            Code.DEADLINE_EXCEEDED,
+            "BATCH_TIMEOUT",
+            f"No {count} groups for step {step} within {waited:.0f} s (batch_timeout): {counts.ready} are ready,"
+            f" {counts.leased} leased, {counts.pending} pending, evicted: {evicted}; {said}.",
+            run_id=self._run_id,
+            step=step,
+        )
+
+    async def _train_step(self, step: int, inputs: StepInputs) -> list[TrainResult]:
+        command = TrainStep(
+            step=self._restored.first_step + step,
+            run_id=self._run_id,
+            buffer_address=self._settings.buffer_address,
+            plan=inputs.plan,
+            advantages=inputs.advantages,
+        )
+        async with self.ranks_lock:
+            return await self._ports.ranks.call_all(command, self._settings.step_timeout)
+
+    async def _report(self, step: int, metrics: dict[str, float]) -> None:
+        if self._fleet:
+            metrics |= self._deltas.look(await self._fleet.nodes())
+        metrics |= self._clock.lap()
+        tokens, total = metrics.get("total_tokens", 0.0), metrics["total_seconds"]
+        metrics["tokens_per_second"] = tokens / total if total else 0.0
+        metrics["policy_version"] = float(self._progress.policy_version)
+        reward = f"reward {metrics['reward_mean']:.3f}, " if "reward_mean" in metrics else ""
+        text = f"step {step + 1}/{self._spec.rollout.num_rollout}: {reward}loss {metrics.get('loss', 0.0):.4f}"
+        self._write("step", step, metrics, f"{text}, {total:.2f} s")
+
+    # -- weights, checkpoints, evaluations
+
+    async def _update_weights(self) -> UpdateReport:
+        assert self._fleet
+        self._progress.enter(Phase.UPDATING_WEIGHTS)
+        done, epoch, buffer = self._progress.step_count, self._session.epoch, self._ports.buffer
+        version = await buffer.reserve_version(self._run_id, epoch)
+
+        async def publish(pushed: int) -> None:
+            await buffer.publish_version(self._run_id, epoch, pushed, done)
+
+        report = await self._fleet.push(version, done - 1, publish, self._check)
+        self._progress.policy_version = version
+        self._published_step_count = done
+        names = f"{len(report.committed)} engine{'s' if len(report.committed) != 1 else ''}"
+        seconds = sum(report.seconds.values())
+        text = f"version {version} on {names}, {report.total_bytes / 1e6:.1f} MB in {seconds:.2f} s"
+        self._write("update_weights", done - 1, _update_metrics(report) | {"policy_version": float(version)}, text)
+        return report
+
+    async def _save(self) -> None:
+        self._progress.enter(Phase.SAVING)
+        done, ports = self._progress.step_count, self._ports
+        async with self.ranks_lock:
+            result = await save_checkpoint(
+                self._session,
+                self._restored,
+                done,
+                self.save_directory,
+                (ports.ranks, ports.buffer, ports.files),
+                self._settings.save_timeout,
+            )
+        self._saved_step_count = done
+        self._write("checkpoint", done - 1, {"seconds": result.seconds}, f"checkpoint {result.path}")
+
+    async def _evaluate(self) -> None:
+        self._progress.enter(Phase.EVALUATING)
+        datasets = list(self._spec.data.eval_datasets)
+        try:
+            results = await evaluate(
+                self._ports.rollout, self._run_id, datasets, self._progress.policy_version, self._settings.eval_timeout
+            )
+        except ServiceError as error:
+            # Training does not depend on it; the gap in the curve is named.
+            self._write("notice", self._progress.step_count - 1, {}, f"evaluation failed: {error.message}")
+            return
+        self._write("eval", self._progress.step_count - 1, eval_metrics(results), eval_message(results))
+
+    # -- the end
+
+    async def _finish(self) -> None:
+        done = self._progress.step_count
+        trainer, rollout = self._spec.trainer, self._spec.rollout
+        if self._fleet and rollout.eval_interval and done and not self._due(rollout.eval_interval, done):
+            if self._published_step_count != done:
+                await self._update_weights()
+            await self._evaluate()
+        if trainer.save and done and self._saved_step_count != done:
+            await self._save()
+        self._progress.enter(Phase.SAVING)
+        await self.export(str(Path(self._progress.run_dir) / "hf"))
+
+    async def _stopped(self) -> Outcome:
+        """A stop costs nothing: what was trained is saved."""
+        if self._progress.step_count and self._saved_step_count != self._progress.step_count:
+            await self._save()
+        return Outcome.STOPPED
+
+    async def export(self, path: str) -> str:
+        """Writes the present weights as a Hugging Face checkpoint; → its directory."""
+        async with self.ranks_lock:
+            result = (await self._ports.ranks.call_all(ExportHf(path), self._settings.save_timeout))[0]
+        self._write("notice", self._progress.step_count - 1, {}, f"Hugging Face checkpoint {result.path}")
+        return result.path
+
+    # -- small things
+
+    def _check(self) -> None:
+        """Between waits: a stop, or ranks that died meanwhile."""
+        if self._ports.ranks.failure is not None:
+            raise self._ports.ranks.failure
+        if self._stop.is_set():
+            raise StopRequested
+
+    @staticmethod
+    def _due(interval: int | None, done: int) -> bool:
+        return interval is not None and done % interval == 0
+
+    def _write(self, kind: str, step: int, metrics: dict[str, float], message: str) -> None:
+        self._ports.journal.write(kind, step, metrics, message)
+
+
+def _update_metrics(report: UpdateReport) -> dict[str, float]:
+    """Seconds of an update by part; the pause is the longest standstill of an engine."""
+    return {f"update_{part}_seconds": value for part, value in report.seconds.items()} | {
+        "update_pause_seconds": report.pause_seconds,
+        "update_bytes": float(report.total_bytes),
+        "update_bucket_count": float(report.bucket_count),
+        "update_engine_count": float(len(report.committed)),
+        "update_failed_engine_count": float(len(report.failed)),
+    }

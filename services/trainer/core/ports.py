@@ -1,0 +1,168 @@
+"""The outside world as the controller's core sees it. Every failure is a `ServiceError`; every call has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.common.errors import Code, ServiceError
+from services.trainer.core.buckets import TensorSpec
+from services.trainer.core.commands import Command, GroupSpec
+from services.trainer.core.records import Batch, EngineView, EvalResult, GroupCounts, NodeView, Run, Session
+
+
+class RanksFailed(ServiceError):
+    """A rank died, did not answer in time or reported an error: the world must be started anew.
+
+    `answered` is True when the rank itself reported it, so that the same input would fail again.
+    """
+
+    def __init__(self, rank: int, message: str, *, answered: bool) -> None:
+        super().__init__(Code.INTERNAL, "RANKS_FAILED", message, rank=rank)
+        self.rank = rank
+        self.answered = answered
+
+    def __reduce__(self):
+        return (_ranks_failed, (self.rank, self.message, self.answered))
+
+
+def _ranks_failed(rank: int, message: str, answered: bool) -> RanksFailed:
+    return RanksFailed(rank, message, answered=answered)
+
+
+class Buffer(Protocol):
+    """The buffer service. Calls with an epoch raise FENCED when a newer trainer holds the run."""
+
+    async def get_run(self, run_id: str) -> Run: ...
+
+    async def active_runs(self) -> Sequence[Run]:
+        """Newest first."""
+        ...
+
+    async def begin_session(self, run_id: str) -> Session: ...
+
+    async def finish_run(self, run_id: str, epoch: int, state: str, reason: str) -> Run:
+        """`state`: FINISHED, FAILED or STOPPED."""
+        ...
+
+    async def take_batch(self, run_id: str, epoch: int, step: int, group_count: int, max_wait: float) -> Batch | None:
+        """None when there are too few groups after `max_wait` seconds. Raises DATA_EXHAUSTED."""
+        ...
+
+    async def commit_step(self, run_id: str, epoch: int, step: int) -> int: ...
+
+    async def record_checkpoint(self, run_id: str, epoch: int, step: int, path: str) -> None: ...
+
+    async def restore_run(self, run_id: str, epoch: int, step: int) -> tuple[int, int]:
+        """→ groups returned to READY, leases cancelled."""
+        ...
+
+    async def reserve_version(self, run_id: str, epoch: int) -> int: ...
+
+    async def publish_version(self, run_id: str, epoch: int, version: int, step_count: int) -> None: ...
+
+    async def counts(self, run_id: str) -> GroupCounts: ...
+
+
+class Ranks(Protocol):
+    """The Megatron ranks: one command at a time. Raises RanksFailed, and the same again after the first."""
+
+    @property
+    def failure(self) -> RanksFailed | None:
+        """Why the ranks cannot be used any more; None while they can."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def call_all(self, command: Command, timeout: float) -> list[Any]: ...
+
+    async def call(self, rank: int, command: Command, timeout: float) -> Any: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """What an engine must know to join an update. `rank_offset`: its first rank in the group."""
+
+    run_id: str
+    epoch: int
+    version: int
+    group: GroupSpec
+    rank_offset: int
+    plan_digest: str
+    torch_version: str
+    nccl_version: str
+    collective_env: Mapping[str, str]
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class BucketRequest:
+    """One bucket of an update."""
+
+    epoch: int
+    index: int
+    count: int
+    tensors: tuple[TensorSpec, ...]
+
+
+Rules = Mapping[str, tuple[str, ...]]
+"""Held tensor's name → names whose bytes make it up."""
+
+
+class Rollout(Protocol):
+    """Rollout nodes and the weight service of their engines."""
+
+    async def nodes(self) -> list[NodeView]:
+        """Live nodes by the registry; those that do not answer are left out."""
+        ...
+
+    async def prepare(self, engine: EngineView, request: PrepareRequest, timeout: float) -> Rules: ...
+
+    async def transfer(self, engine: EngineView, request: BucketRequest, timeout: float) -> int: ...
+
+    async def commit(
+        self, engine: EngineView, epoch: int, version: int, checksums: Mapping[str, str], timeout: float
+    ) -> float:
+        """→ seconds during which generation stood still."""
+        ...
+
+    async def abort(self, engine: EngineView, epoch: int, reason: str, timeout: float) -> None: ...
+
+    async def evaluate(
+        self, node: NodeView, run_id: str, dataset: str, min_version: int, timeout: float
+    ) -> EvalResult: ...
+
+
+@dataclass(frozen=True)
+class CheckpointMarker:
+    """Whose checkpoints a directory holds. `first_step`: steps the loaded weights contained when the run began."""
+
+    run_id: str
+    first_step: int
+
+
+class CheckpointFiles(Protocol):
+    """Directories of trainer checkpoints."""
+
+    def latest(self, directory: str) -> str | None:
+        """Path of the newest complete checkpoint in a directory, or None."""
+        ...
+
+    def marker(self, directory: str) -> CheckpointMarker | None: ...
+
+    def mark(self, directory: str, marker: CheckpointMarker) -> None: ...
+
+
+class Journal(Protocol):
+    """The run's history: metrics.jsonl, TensorBoard, Prometheus and the stream of events."""
+
+    def write(self, kind: str, step: int, metrics: Mapping[str, float], message: str) -> None:
+        """`kind`: step, eval, update_weights, checkpoint, restore or notice."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is written after it."""
+        ...
