@@ -8,6 +8,7 @@ Nothing random happens in training (no dropout), so there is no generator state 
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import shutil
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from torch.distributed.checkpoint.api import CheckpointException
 
 from services.common.errors import Code, ServiceError
 from services.trainer.ranks.policy import Policy
@@ -40,15 +42,15 @@ class _InProcessWriter(filesystem_async.FileSystemWriterAsync):
 
     def get_save_function_and_args(self):
         save, stage, arguments = super().get_save_function_and_args()
-        return (self._write_all if save else None), stage, arguments
+        return (functools.partial(self._write_all, save.args[0]) if save else None), stage, arguments
 
     @staticmethod
-    def _write_all(_rank: int, buckets: list, results: queue.Queue) -> None:
+    def _write_all(transforms: list, _rank: int, buckets: list, results: queue.Queue) -> None:
         parts, running = queue.Queue(), queue.Queue()
         outcome: dict | Exception = {}
         for index, bucket in enumerate(buckets):
             running.put(index)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data([], index, bucket, parts, running, True)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, parts, running, True)
             _, written = parts.get_nowait()
             if isinstance(written, Exception):
                 outcome = written
@@ -77,13 +79,25 @@ def save_checkpoint(policy: Policy, directory: str | Path, step_count: int) -> P
     dist.barrier()
     state = _state(policy, loading=False)
     state["counters"] = {"step_count": step_count, "optimizer_steps": policy.optimizer_steps}
-    dist_checkpointing.save(state, str(scratch), sharded_strategy=_strategy())
+    try:
+        dist_checkpointing.save(state, str(scratch), sharded_strategy=_strategy())
+    except CheckpointException as error:  # a BaseException, which would end the process
+        raise ServiceError(
+            Code.INTERNAL,
+            "CHECKPOINT_FAILED",
+            f"The checkpoint {target} could not be written ({_cause(error)}); look at the disk.",
+            path=target,
+        ) from error
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         scratch.rename(target)
         _write_atomically(root / _LATEST, target.name + "\n")
     dist.barrier()
     return target
+
+
+def _cause(error: CheckpointException) -> str:
+    return "; ".join(str(failure[0]) for failure in error.failures.values())
 
 
 def _strategy() -> torch_strategies.TorchDistSaveShardedStrategy:
@@ -113,8 +127,8 @@ def _resolve(path: str | Path) -> Path:
         raise ServiceError(
             Code.NOT_FOUND,
             "CHECKPOINT_INVALID",
-            f"load {path}: {target} is not a complete trainer checkpoint; give a directory with a `{_LATEST}` file, or a"
-            " step_NNNNNN directory in it.",
+            f"load {path}: {target} is not a complete trainer checkpoint; give a directory with a"
+            f" `{_LATEST}` file, or a step_NNNNNN directory in it.",
             path=path,
         )
     return target
@@ -127,10 +141,21 @@ def load_checkpoint(policy: Policy, path: str | Path) -> Counters:
         ServiceError: CHECKPOINT_INVALID.
     """
     target = _resolve(path)
-    state = dist_checkpointing.load(_state(policy, loading=True), str(target))
+    try:
+        state = dist_checkpointing.load(_state(policy, loading=True), str(target))
+    except CheckpointException as error:
+        raise ServiceError(
+            Code.INTERNAL,
+            "CHECKPOINT_FAILED",
+            f"The checkpoint {target} could not be read ({_cause(error)}); does it belong to this model?",
+            path=target,
+        ) from error
     with torch.no_grad():
         policy.model.load_state_dict(state["model"])
-    policy.optimizer.load_state_dict(state["optimizer"])
+    optimizer = state["optimizer"]
+    # A step of 0 is not written; mixed precision keeps Adam one level deeper.
+    optimizer.get("optimizer", optimizer)["state"].setdefault("common_step", torch.tensor(0.0))
+    policy.optimizer.load_state_dict(optimizer)
     counters = Counters(**state["counters"])
     policy.optimizer_steps = counters.optimizer_steps
     return counters

@@ -116,6 +116,7 @@ def build_policy(spec: RunSpec, device: torch.device) -> Policy:
         use_gloo_process_groups=False,
     )
     (optimizer,) = chained.chained_optimizers  # one for dense parameters; experts would add a second
+    complete_adam_state(optimizer)
     return Policy(
         hf=hf,
         model=model,
@@ -125,6 +126,18 @@ def build_policy(spec: RunSpec, device: torch.device) -> Policy:
         temperature=1.0 if settings.loss_type == "sft_loss" else spec.rollout.rollout_temperature,
         total_optimizer_steps=spec.rollout.num_rollout * settings.num_steps_per_rollout,
     )
+
+
+def complete_adam_state(optimizer) -> None:
+    """Gives every parameter the state it would get at the first step.
+
+    Checkpoints need it: torch creates it lazily, and megatron's own initialisation leaves out the step.
+    """
+    inner = optimizer.optimizer
+    for parameter in (p for group in inner.param_groups for p in group["params"]):
+        inner.state[parameter].update(
+            step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+        )
 
 
 def build_reference(spec: RunSpec, device: torch.device) -> GPTModel:

@@ -114,7 +114,7 @@ class WeightGroups:
 
     def _send_one(self, tensor: torch.Tensor, name: str, timeout: float) -> None:
         if name not in self._groups:
-            raise KeyError(f"weight group {name} was not joined")
+            raise ValueError(f"weight group {name} was not joined, or has been left")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         options = dist.BroadcastOptions()

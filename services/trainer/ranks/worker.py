@@ -17,8 +17,8 @@ from services.trainer.ranks import runtime
 
 
 class RankWorker:
-    """State of a rank between commands. Modules that import megatron are imported by `Setup`, after the process has been
-    prepared for its device."""
+    """State of a rank between commands. Modules that import megatron are imported in `Setup` or later, when the
+    process has been prepared for its device."""
 
     def __init__(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank, self._world = rank, (rank, world_size, master_port, master_address)
@@ -44,8 +44,7 @@ class RankWorker:
     def execute(self, command: commands.Command) -> commands.Result | commands.Failure:
         """Answer of a command; never raises."""
         try:
-            if not self._ready and not isinstance(command, (commands.Setup, commands.Shutdown)):
-                raise _wrong_order(f"{type(command).__name__} before Setup")
+            self._check_order(command)
             return commands.Result(self._handlers[type(command)](command))
         except ServiceError as error:
             return commands.Failure(error.message, traceback.format_exc(), error.reason)
@@ -53,6 +52,10 @@ class RankWorker:
             lines = str(error).strip().splitlines() or ["no message"]
             text = f"Rank {self._rank} failed in {type(command).__name__}: {type(error).__name__}: {lines[0]}"
             return commands.Failure(text, traceback.format_exc())
+
+    def _check_order(self, command: commands.Command) -> None:
+        if not self._ready and not isinstance(command, (commands.Setup, commands.Shutdown)):
+            raise _wrong_order(f"{type(command).__name__} before Setup")
 
     def _setup(self, command: commands.Setup) -> commands.SetupResult:
         if self._ready:

@@ -112,7 +112,7 @@ class PackedRotary(torch.nn.Module):
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """RMS norm whose weight megatron knows to be shared by the parts of a split sequence (their gradients are summed)."""
+    """RMS norm whose weight is marked as shared by the parts of a split sequence: megatron sums its gradients."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **_) -> None:
         super().__init__(hidden_size, eps=eps)

@@ -78,9 +78,7 @@ class _Checkpoint:
                 listed = json.loads(index.read_text())["weight_map"]
                 self._where = {name: path / file for name, file in listed.items()}
             else:
-                self._where = {
-                    name: file for file in sorted(path.glob("*.safetensors")) for name in self._open(file).keys()
-                }
+                self._where = {name: file for file in sorted(path.glob("*.safetensors")) for name in self._names(file)}
         except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
             raise self._invalid(f"its safetensors files cannot be read ({error})") from error
 
@@ -96,6 +94,9 @@ class _Checkpoint:
         if file not in self._files:
             self._files[file] = safe_open(file, framework="pt", device="cpu")
         return self._files[file]
+
+    def _names(self, file: Path) -> list[str]:
+        return list(self._open(file).keys())
 
     def slice(self, name: str):
         """Lazy slice of a tensor, by name."""
