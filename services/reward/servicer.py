@@ -24,7 +24,7 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         self._scorer = scorer
         self._default_budget = default_budget
 
-    async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:  # noqa: N802
+    async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Scores a batch within its budget and the caller's deadline."""
         job = job_from_proto(request)
         budget = self._default_budget
@@ -39,7 +39,7 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         _count(job, outcomes)
         return response_to_proto(job, outcomes)
 
-    async def ListGraders(  # noqa: N802
+    async def ListGraders(
         self, request: pb.ListGradersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListGradersResponse:
         """Lists the graders by name."""
