@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class WorkerPool:
     def __init__(self, limits: Limits, python_path: tuple[str, ...]) -> None:
         self._limits = limits
         self._python_path = python_path
-        self._directory = Path()
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._numbers = itertools.count(1)
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self._all: set[WorkerProcess] = set()
@@ -71,7 +70,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Starts the workers; returns when one is ready. Raises WorkerDied, TimeoutError when none comes up."""
-        self._directory = Path(tempfile.mkdtemp(prefix="tetrarch-reward-"))
+        self._sockets = tempfile.TemporaryDirectory(prefix="tetrarch-reward-")
         await self._start_exclusive()
         for _ in range(self._limits.workers - 1):
             self._spawn(self._keep_starting())
@@ -82,7 +81,8 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self._all))
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._sockets:
+            self._sockets.cleanup()
 
     def _spawn(self, coroutine) -> asyncio.Task:
         task = asyncio.create_task(coroutine)
@@ -91,7 +91,8 @@ class WorkerPool:
         return task
 
     async def _new_worker(self, mode: str) -> WorkerProcess:
-        path = self._directory / str(next(self._numbers))
+        assert self._sockets, "start() comes first"
+        path = Path(self._sockets.name) / str(next(self._numbers))
         worker = WorkerProcess(mode, path, self._python_path, lambda line: _log.info("grader output", line=line))
         self._all.add(worker)
         try:
