@@ -14,11 +14,11 @@ def main(argv: list[str] | None = None) -> None:
 
     from services.common.errors import ServiceError
     from services.common.telemetry import configure_logging
-    from services.rollout.app import App
+    from services.rollout.app import serve
 
     configure_logging("rollout", settings.log_level, settings.log_json)
     try:
-        asyncio.run(App(settings).run())
+        asyncio.run(serve(settings))
     except ServiceError as error:
         exit_with(f"tetrarch-rollout: {error}")
 

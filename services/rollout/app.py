@@ -112,6 +112,11 @@ class App:
             await asyncio.sleep(self._settings.member_ttl / 4)
 
 
+async def serve(settings: RolloutNodeSettings) -> None:
+    """Serves until a signal. The server and the channels belong to the loop that runs them."""
+    await App(settings).run()
+
+
 def _factory(fleet: FleetSettings) -> EngineFactory:
     """Builder of the kind of engine a run asks for."""
     return {"sglang": SGLangFactory, "simulated": SimulatedFactory}[fleet.engine]()

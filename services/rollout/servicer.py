@@ -1,8 +1,5 @@
 """RolloutService over the node: convert, call, convert."""
 
-# Method names are the contract's.
-# ruff: noqa: N802
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

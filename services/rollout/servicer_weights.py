@@ -1,8 +1,5 @@
 """WeightService over the node's updates: convert, call, convert."""
 
-# Method names are the contract's.
-# ruff: noqa: N802
-
 from __future__ import annotations
 
 import math

@@ -20,7 +20,7 @@ from services.common.process import free_port
 
 
 def checksum(*tensors: torch.Tensor) -> str:
-    """"sha256-64" of the concatenated bytes."""
+    """ "sha256-64" of the concatenated bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,119 @@
+"""The trainer's end of the weight handshake, over a real weight group."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import torch
+from safetensors.torch import load_file
+from tetrarch.common.v1 import tensor_pb2
+from tetrarch.rollout.v1 import weight_service_pb2 as pb2
+
+from tests.contract.rollout_v1.rank_zero import RankZero, checksum
+
+
+@dataclass
+class Update:
+    """One update of one engine, step by step."""
+
+    client: object
+    engine: object
+    epoch: int
+    version: int
+    tensors: dict[str, torch.Tensor]
+    rank: RankZero = field(init=False)
+    rules: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank = RankZero(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
+
+    def prepare_request(self, **changes) -> pb2.PrepareUpdateRequest:
+        values = {
+            "run_id": self.client.run_id,
+            "engine_id": self.engine.engine_id,
+            "incarnation": self.engine.incarnation,
+            "update_epoch": self.epoch,
+            "version": self.version,
+            "group_name": self.rank.name,
+            "backend": "gloo",
+            "master_address": "127.0.0.1",
+            "master_port": self.rank.port,
+            "world_size": 2,
+            "rank_offset": 1,
+            "torch_version": torch.__version__,
+            "tensors": specs(self.tensors.items()),
+        }
+        return pb2.PrepareUpdateRequest(**(values | changes))
+
+    async def prepare(self) -> None:
+        answer, _ = await asyncio.gather(
+            self.client.weights.PrepareUpdate(self.prepare_request(), timeout=20), self.rank.join()
+        )
+        assert answer.checksum_algorithm == "sha256-64"
+        self.rules = list(answer.checksum_rules)
+
+    async def send(self, count: int = 2, only: int | None = None) -> None:
+        """All buckets, or one of them."""
+        items = list(self.tensors.items())
+        size = -(-len(items) // count)
+        for index in range(count) if only is None else (only,):
+            part = items[index * size : (index + 1) * size]
+            request = pb2.TransferBucketRequest(
+                engine_id=self.engine.engine_id,
+                update_epoch=self.epoch,
+                bucket_index=index,
+                bucket_count=count,
+                tensors=specs(part),
+            )
+            answer, _ = await asyncio.gather(
+                self.client.weights.TransferBucket(request, timeout=20),
+                self.rank.broadcast([tensor for _, tensor in part]),
+            )
+            assert answer.received_bytes == sum(tensor.nbytes for _, tensor in part)
+
+    def commit_request(self, *, corrupt: str = "") -> pb2.CommitUpdateRequest:
+        sums = {rule.engine_name: checksum(*(self.tensors[name] for name in rule.source_names)) for rule in self.rules}
+        if corrupt:
+            sums[corrupt] = "0" * 16
+        return pb2.CommitUpdateRequest(
+            engine_id=self.engine.engine_id,
+            update_epoch=self.epoch,
+            version=self.version,
+            checksums=[pb2.TensorChecksum(engine_name=name, checksum=value) for name, value in sums.items()],
+        )
+
+    async def commit(self, **changes) -> pb2.CommitUpdateResponse:
+        try:
+            return await self.client.weights.CommitUpdate(self.commit_request(**changes), timeout=20)
+        finally:
+            self.rank.leave()
+
+    async def abort(self) -> None:
+        request = pb2.AbortUpdateRequest(engine_id=self.engine.engine_id, update_epoch=self.epoch, reason="test")
+        await self.client.weights.AbortUpdate(request, timeout=20)
+        self.rank.leave()
+
+
+def specs(items) -> list[tensor_pb2.TensorSpec]:
+    """Wire specs of named float32 tensors."""
+    return [
+        tensor_pb2.TensorSpec(name=name, data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=tensor.shape)
+        for name, tensor in items
+    ]
+
+
+async def push(client, engine, version: int) -> pb2.CommitUpdateResponse:
+    """A whole update; epochs grow with every call."""
+    update = new_update(client, engine, version)
+    await update.prepare()
+    await update.send()
+    return await update.commit()
+
+
+def new_update(client, engine, version: int, *, epoch: int | None = None) -> Update:
+    """An update of the checkpoint's tensors, moved a little by the version."""
+    client.updates += 1
+    tensors = load_file(client.world.checkpoint / "model.safetensors")
+    tensors = {name: tensor + 0.001 * version for name, tensor in tensors.items()}
+    return Update(client, engine, epoch or client.session * 1_000_000 + client.updates, version, tensors)
