@@ -1,0 +1,1 @@
+"""Pure logic of the console: run files, flags, checks, reports. No gRPC, no terminal."""
