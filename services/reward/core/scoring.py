@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 from services.common.errors import invalid_field
@@ -17,6 +18,8 @@ from services.reward.core.exact_match import parse_options, score_exact_match
 from services.reward.core.records import Job, Outcome, Task, Unscored, unscored
 
 _INLINE_BATCH = 16
+# Items of a built-in grader that travel to a worker together: the way there costs more than most answers do.
+_SHARE = 4
 
 
 class Workers(Protocol):
@@ -27,7 +30,10 @@ class Workers(Protocol):
         ...
 
     async def run(self, task: Task, deadline: float) -> list[Outcome]:
-        """Scores a task in a worker of its own. Never raises for a fault of the grader."""
+        """Scores a task in a worker of its own. Never raises for a fault of the grader.
+
+        The items of a task that is not grouped are independent: one that hangs or crashes costs no other its reward.
+        """
         ...
 
     async def run_shared(self, task: Task, deadline: float) -> list[Outcome]:
@@ -77,7 +83,8 @@ class Scorer:
         except TimeoutError:
             return
         grouped = job.grouped and name == catalogue.CUSTOM
-        shares = ([indices] if indices else []) if grouped else [[index] for index in indices]
+        size = len(indices) if grouped else 1 if name == catalogue.CUSTOM else _SHARE
+        shares = [indices[start : start + size] for start in range(0, len(indices), max(1, size))]
         run = self._workers.run_shared if is_async else self._workers.run
 
         async def score(share: list[int]) -> None:
@@ -98,8 +105,7 @@ async def _score_inline(job: Job, indices: list[int], results: list[Outcome | No
     for count, index in enumerate(indices, start=1):
         started = time.monotonic()
         outcome = score_exact_match(job.items[index], parsed)
-        seconds = time.monotonic() - started
-        results[index] = Outcome(outcome.reward, outcome.reason, outcome.message, outcome.details, seconds)
+        results[index] = replace(outcome, seconds=time.monotonic() - started)
         if count % _INLINE_BATCH == 0:
             await asyncio.sleep(0)
 

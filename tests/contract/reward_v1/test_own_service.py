@@ -112,3 +112,10 @@ def test_a_catastrophic_pattern_is_a_timeout_and_not_a_stall(own):
     assert time.monotonic() - started < 0.5
     caller.join()
     assert summary(outcome) == ["TIMEOUT"]
+
+
+def test_mathematics_without_an_end_costs_only_its_own_item(own):
+    endless = pb.ScoreItem(item_id="endless", response=r"\boxed{9^{9^{9^{9}}}}", label="9")
+    items = [pb.ScoreItem(item_id=str(i), response=str(i), label=str(i)) for i in range(7)]
+    results = own.stub.Score(pb.ScoreRequest(grader="math", items=[*items, endless])).results
+    assert summary(results) == [1.0] * 7 + ["TIMEOUT"]
