@@ -186,7 +186,12 @@ def update_request(message: weight_service_pb2.PrepareUpdateRequest) -> UpdateRe
 
 def rules_to_proto(rules: Iterable[ChecksumRule]) -> list[weight_service_pb2.ChecksumRule]:
     """Messages of checksum rules."""
-    return [weight_service_pb2.ChecksumRule(engine_name=r.engine_name, source_names=r.source_names) for r in rules]
+    return [
+        weight_service_pb2.ChecksumRule(
+            engine_name=rule.engine_name, source_names=rule.source_names, padding_bytes=rule.padding_bytes
+        )
+        for rule in rules
+    ]
 
 
 def evaluation_request(message: rollout_service_pb2.EvaluateRequest) -> EvaluationRequest:

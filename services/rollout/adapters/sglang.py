@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from services.rollout.core.engine_port import (
 CONTROL_SECONDS = 30.0
 """Deadline of control calls that only touch the engine's memory."""
 
+VOCABULARY_MULTIPLE = 64
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 """Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
 
@@ -197,7 +199,9 @@ class SGLangEngine:
         if not self.checksum_algorithm:
             return []
         tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
-        return match_tensors(list(await self.checksums()), [spec.name for spec in specs], tied=tied)
+        rules = match_tensors(list(await self.checksums()), [spec.name for spec in specs], tied=tied)
+        by_name = {spec.name: spec for spec in specs}
+        return [replace(rule, padding_bytes=_padding(by_name[rule.source_names[0]])) for rule in rules]
 
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -211,6 +215,13 @@ class SGLangEngine:
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return await self._client.expect("POST", path, body, timeout=CONTROL_SECONDS)
+
+
+def _padding(spec: TensorSpec) -> int:
+    """SGLang pads the vocabulary of embeddings and output layer with rows of zeros."""
+    if spec.name not in ("model.embed_tokens.weight", "lm_head.weight"):
+        return 0
+    return -spec.shape[0] % VOCABULARY_MULTIPLE * spec.shape[1] * DTYPE_BYTES[spec.dtype]
 
 
 def match_tensors(held: Sequence[str], sent: Sequence[str], *, tied: bool) -> list[ChecksumRule]:

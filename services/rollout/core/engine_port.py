@@ -153,10 +153,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ChecksumRule:
-    """The engine's tensor `engine_name` is the byte concatenation of the sent tensors `source_names`."""
+    """The engine's tensor `engine_name` is the byte concatenation of the sent tensors `source_names`, then zeros."""
 
     engine_name: str
     source_names: tuple[str, ...]
+    padding_bytes: int = 0
 
 
 class Engine(Protocol):

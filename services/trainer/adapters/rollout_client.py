@@ -24,6 +24,7 @@ from services.common.errors import Code, ServiceError
 from services.common.tensors import dtype_to_proto
 from services.trainer import convert
 from services.trainer.core.buckets import TensorSpec
+from services.trainer.core.commands import ChecksumRule
 from services.trainer.core.ports import BucketRequest, PrepareRequest, Rules
 from services.trainer.core.records import EngineView, EvalResult, NodeView
 
@@ -97,7 +98,10 @@ class GrpcRollout:
                 f" not know; it knows {_CHECKSUM_ALGORITHM}.",
                 engine_id=engine.engine_id,
             )
-        return {rule.engine_name: tuple(rule.source_names) for rule in response.checksum_rules}
+        return {
+            rule.engine_name: ChecksumRule(tuple(rule.source_names), rule.padding_bytes)
+            for rule in response.checksum_rules
+        }
 
     async def transfer(self, engine: EngineView, request: BucketRequest, timeout: float) -> int:
         """Asks an engine to receive one bucket; → bytes."""

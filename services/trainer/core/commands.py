@@ -129,11 +129,19 @@ class StageWeights:
 
 
 @dataclass(frozen=True)
+class ChecksumRule:
+    """A tensor held by an engine: the bytes of the tensors `sources` in this order, then `padding_bytes` zeros."""
+
+    sources: tuple[str, ...]
+    padding_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Checksums:
-    """Rank 0, after StageWeights. `rules`: held tensor's name → names whose bytes, concatenated, make it up.
+    """Rank 0, after StageWeights. `rules`: held tensor's name → how it is made up.
     → dict of held tensor's name → 16 hex digits ("sha256-64")."""
 
-    rules: Mapping[str, tuple[str, ...]]
+    rules: Mapping[str, ChecksumRule]
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,10 @@ class EngineFleet:
                     raise await self._no_engine(time.monotonic() - began, report.failed)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 10.0)
-            report.seconds["stage"] = staged
+            pushed = time.monotonic()
             await publish(version)
             self._version, self._step = version, step
+            report.seconds |= {"stage": staged, "publish": time.monotonic() - pushed}
         for engine_id, why in report.failed.items():
             self._journal.write("notice", step, {}, f"engine {engine_id} was left out of version {version}: {why}")
         return report

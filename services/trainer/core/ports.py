@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from services.common.errors import Code, ServiceError
 from services.trainer.core.buckets import TensorSpec
-from services.trainer.core.commands import Command, GroupSpec
+from services.trainer.core.commands import ChecksumRule, Command, GroupSpec
 from services.trainer.core.records import Batch, EngineView, EvalResult, GroupCounts, NodeView, Run, Session
 
 
@@ -108,7 +108,7 @@ class BucketRequest:
     tensors: tuple[TensorSpec, ...]
 
 
-Rules = Mapping[str, tuple[str, ...]]
+Rules = Mapping[str, ChecksumRule]
 """Held tensor's name → names whose bytes make it up."""
 
 

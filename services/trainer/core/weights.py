@@ -297,7 +297,7 @@ class WeightUpdater:
 
 
 def _key(rules: Rules) -> tuple:
-    return tuple(sorted((name, tuple(sources)) for name, sources in rules.items()))
+    return tuple(sorted(((name, rule.sources, rule.padding_bytes) for name, rule in rules.items())))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from services.common.errors import Code, ServiceError
 from services.trainer.core.buckets import BucketPlan, plan_buckets
-from services.trainer.core.commands import GroupSpec
+from services.trainer.core.commands import ChecksumRule, GroupSpec
 from services.trainer.ranks.model.hf_config import HfConfig
 from services.trainer.ranks.model.hf_weights import gather_weights, list_weights
 
@@ -36,7 +36,7 @@ class StagedWeights:
 
     def __init__(self, plan: BucketPlan, buckets: list[torch.Tensor]) -> None:
         self.plan, self.buckets = plan, buckets
-        self._digests: dict[tuple[str, ...], str] = {}
+        self._digests: dict[ChecksumRule, str] = {}
         self._places = {}
         for bucket, specs in zip(buckets, plan.buckets, strict=True):
             offset = 0
@@ -44,29 +44,30 @@ class StagedWeights:
                 self._places[spec.name] = bucket[offset : offset + spec.size_bytes]
                 offset += spec.size_bytes
 
-    def checksums(self, rules: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """ "sha256-64" by rule name: first 8 bytes of SHA-256 over the named tensors' bytes, in order.
+    def checksums(self, rules: Mapping[str, ChecksumRule]) -> dict[str, str]:
+        """ "sha256-64" by rule name: first 8 bytes of SHA-256 over the named tensors' bytes, in order, and the padding.
 
         Raises:
             ServiceError: UNKNOWN_TENSOR when a rule names a tensor that is not sent.
         """
-        return {name: self._digest(name, tuple(sources)) for name, sources in rules.items()}
+        return {name: self._digest(name, rule) for name, rule in rules.items()}
 
-    def _digest(self, rule: str, sources: tuple[str, ...]) -> str:
-        if sources not in self._digests:
+    def _digest(self, name: str, rule: ChecksumRule) -> str:
+        if rule not in self._digests:
             digest = hashlib.sha256()
-            for source in sources:
+            for source in rule.sources:
                 if source not in self._places:
                     raise ServiceError(
                         Code.INVALID_ARGUMENT,
                         "UNKNOWN_TENSOR",
-                        f"Checksum rule {rule} needs tensor {source}, which the trainer does not have.",
-                        rule=rule,
+                        f"Checksum rule {name} needs tensor {source}, which the trainer does not have.",
+                        rule=name,
                         tensor=source,
                     )
                 digest.update(memoryview(self._places[source].cpu().numpy()))
-            self._digests[sources] = digest.hexdigest()[:16]
-        return self._digests[sources]
+            digest.update(bytes(rule.padding_bytes))
+            self._digests[rule] = digest.hexdigest()[:16]
+        return self._digests[rule]
 
 
 @torch.no_grad()

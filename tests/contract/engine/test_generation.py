@@ -121,3 +121,34 @@ async def test_many_small_requests_run_together(engine):
     requests = [request(count=4, prompt=[*PROMPT, index]) for index in range(16)]
     answers = await asyncio.gather(*(engine.generate(each, SECONDS) for each in requests))
     assert sum(map(len, answers)) == 64
+
+
+async def test_log_probs_are_the_models(engine, engine_process, checkpoint):
+    """Requests of several lengths at once, at a temperature, against transformers' forward pass."""
+    if engine_process.kind == "simulated":
+        pytest.skip("it has no model")
+    temperature = 0.7
+    prompts = [tuple((7 * index + step) % 250 for step in range(3 + 11 * index)) for index in range(6)]
+    requests = [request(count=2, tokens=24, prompt=prompt, temperature=temperature) for prompt in prompts]
+    answers = await asyncio.gather(*(engine.generate(each, SECONDS) for each in requests))
+    pairs = [(prompt, generation) for prompt, answer in zip(prompts, answers, strict=True) for generation in answer]
+    differences = [
+        np.abs(reference_log_probs(checkpoint, prompt, generation.output_ids, temperature) - generation.log_probs)
+        for prompt, generation in pairs
+    ]
+    assert max(map(np.max, differences)) < 1e-4
+
+
+def reference_log_probs(checkpoint, prompt, output_ids, temperature: float) -> np.ndarray:
+    """Log-probs [R] of `output_ids` after `prompt` under softmax(logits / temperature), by transformers in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = _MODELS.setdefault(checkpoint, AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+    tokens = torch.tensor([[*prompt, *output_ids.tolist()]])
+    with torch.no_grad():
+        log_probs = torch.log_softmax(model(tokens).logits[0, len(prompt) - 1 : -1] / temperature, dim=-1)
+    return log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+
+
+_MODELS: dict = {}

@@ -41,7 +41,10 @@ async def push(engine, trainer: TrainerSide, tensors: dict, bucket_count: int = 
 
 def expected(rules, tensors: dict) -> dict[str, str]:
     """Checksum of each rule's tensor, of what was sent."""
-    return {rule.engine_name: checksum(*(tensor_bytes(tensors[name]) for name in rule.source_names)) for rule in rules}
+    return {
+        rule.engine_name: checksum(*(tensor_bytes(tensors[name]) for name in rule.source_names), bytes(rule.padding_bytes))
+        for rule in rules
+    }
 
 
 def changed(tensors: dict, amount: float) -> dict:

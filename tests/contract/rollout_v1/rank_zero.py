@@ -37,7 +37,7 @@ class RankZero:
     group: torch.distributed.ProcessGroup | None = None
 
     def _join(self) -> None:
-        limit = timedelta(seconds=20)
+        limit = timedelta(seconds=10)
         store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{self.port}", 0, self.world_size, timeout=limit))
         store.set_timeout(limit)
         group, _ = _new_process_group_helper(

@@ -73,7 +73,7 @@ class Update:
             assert answer.received_bytes == sum(tensor.nbytes for _, tensor in part)
 
     def commit_request(self, *, corrupt: str = "") -> pb2.CommitUpdateRequest:
-        sums = {rule.engine_name: checksum(*(self.tensors[name] for name in rule.source_names)) for rule in self.rules}
+        sums = {rule.engine_name: checksum(*(self.tensors[name] for name in rule.source_names), bytes(rule.padding_bytes)) for rule in self.rules}
         if corrupt:
             sums[corrupt] = "0" * 16
         return pb2.CommitUpdateRequest(

@@ -27,8 +27,11 @@ class ChecksumRule(_message.Message):
 
     ENGINE_NAME_FIELD_NUMBER: _builtins.int
     SOURCE_NAMES_FIELD_NUMBER: _builtins.int
+    PADDING_BYTES_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Name inside the engine (may be fused, as qkv_proj)."""
+    padding_bytes: _builtins.int
+    """Zero bytes that follow them (engines pad vocabularies)."""
     @_builtins.property
     def source_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hugging Face names whose bytes, concatenated in this order, make it up."""
@@ -38,10 +41,11 @@ class ChecksumRule(_message.Message):
         *,
         engine_name: _builtins.str = ...,
         source_names: _abc.Iterable[_builtins.str] | None = ...,
+        padding_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "source_names", b"source_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "padding_bytes", b"padding_bytes", "source_names", b"source_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
