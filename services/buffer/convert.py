@@ -1,13 +1,9 @@
-"""Messages of `tetrarch.buffer.v1` ⇄ the buffer's values.
-
-The only module that packs payload: a sample is kept as two serialized messages, one without and one with only
-its tensors. Serialized messages merge by concatenation, so the texts can be looked at, and outlive, the tensors.
-"""
+"""Messages of `tetrarch.buffer.v1` ⇄ the buffer's values; `pack` does the same for finished groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from google.protobuf import duration_pb2, timestamp_pb2
 from pydantic import ValidationError
@@ -15,7 +11,6 @@ from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.buffer.v1 import registry_service_pb2, run_pb2
 from tetrarch.common.v1 import sample_pb2
 
-from services.buffer.core import groups
 from services.buffer.core.plan import RunPlan, make_plan
 from services.buffer.core.records import (
     Batch,
@@ -23,21 +18,16 @@ from services.buffer.core.records import (
     GroupState,
     Leases,
     Member,
-    PackedGroup,
-    PutOutcome,
     PutResult,
     RunRecord,
     RunState,
     Stats,
     StoredGroup,
 )
-from services.common.convert import group_from_proto, prompt_to_proto
-from services.common.errors import ServiceError, invalid_field
-from services.common.records import Group
+from services.common.convert import prompt_to_proto
+from services.common.errors import Code, ServiceError, invalid_field
 from services.common.run_spec import RunSpec
 from services.common.settings import explain
-
-_TENSORS = ("tokens", "loss_mask", "log_probs")
 
 
 def seconds(message: duration_pb2.Duration) -> float:
@@ -55,7 +45,9 @@ def plan_of(run_id: str, spec_json: str) -> tuple[RunPlan, str]:
     try:
         spec = RunSpec.model_validate_json(spec_json)
     except ValidationError as error:
-        raise invalid_field("spec_json", "…", explain(error, RunSpec).rstrip(".")) from error
+        raise ServiceError(
+            Code.INVALID_ARGUMENT, "INVALID_FIELD", explain(error, RunSpec), field="spec_json"
+        ) from error
     spec = spec.model_copy(update={"run_id": run_id})
     return make_plan(spec), spec.model_dump_json()
 
@@ -103,68 +95,6 @@ def leases_to_proto(leases: Leases) -> pb.LeasePromptsResponse:
         ],
         expire_time=timestamp(leases.expire_ms),
         policy_version=leases.policy_version,
-    )
-
-
-def pack_groups(
-    leased: Iterable[pb.LeasedGroup], run_id: str, sample_count: int
-) -> list[PackedGroup | PutResult]:
-    """Groups ready to be stored; those that contradict themselves or the run come as their INVALID result."""
-    return [_pack_or_refuse(item, run_id, sample_count) for item in leased]
-
-
-def _pack_or_refuse(item: pb.LeasedGroup, run_id: str, sample_count: int) -> PackedGroup | PutResult:
-    try:
-        group = group_from_proto(item.group)
-    except ServiceError as error:
-        return PutResult(item.group.group_id, PutOutcome.INVALID, error.message)
-    problem = groups.group_problem(group, run_id, sample_count)
-    if problem:
-        return PutResult(group.group_id, PutOutcome.INVALID, problem)
-    return _pack(item, group)
-
-
-def _pack(item: pb.LeasedGroup, group: Group) -> PackedGroup:
-    """Packs a checked group; takes its message apart on the way."""
-    oldest = groups.oldest_version(group)
-    headers = pb.TakeBatchResponse(
-        samples=[
-            pb.SampleHeader(
-                sample_id=sample.sample_id,
-                group_id=sample.group_id,
-                index=sample.index,
-                prompt_length=sample.prompt_length,
-                response_length=sample.response_length,
-                trained_token_count=int(sample.loss_mask.sum()),
-                reward=sample.reward,
-                # A sample without tokens of its own is as old as its group.
-                min_version=sample.min_version if sample.versions else oldest or 0,
-                max_version=sample.max_version if sample.versions else oldest or 0,
-                status=int(sample.status),
-            )
-            for sample in group.samples
-        ]
-    )
-    heads, tensors = [], []
-    for message, sample in zip(item.group.samples, group.samples, strict=True):
-        parts = {name: getattr(message, name) for name in _TENSORS}
-        tensors.append(sample_pb2.Sample(**parts).SerializeToString())
-        for name in _TENSORS:
-            message.ClearField(name)
-        message.response_length = sample.response_length
-        heads.append(message.SerializeToString())
-    del item.group.samples[:]
-    return PackedGroup(
-        lease_id=item.lease_id,
-        group_id=group.group_id,
-        ordinal=group.ordinal,
-        headers=headers.SerializeToString(),
-        summary=item.group.SerializeToString(),
-        heads=tuple(heads),
-        tensors=tuple(tensors),
-        min_version=oldest,
-        rewards=tuple(sample.reward for sample in group.samples),
-        mean_response_length=groups.mean_response_length(group),
     )
 
 

@@ -16,6 +16,7 @@ from services.buffer.core import ids
 from services.buffer.core.buffer import Buffer
 from services.buffer.core.ports import MemberStore
 from services.buffer.core.records import LeaseRequest
+from services.buffer.pack import pack_groups
 from services.common.convert import prompt_to_proto
 from services.common.errors import invalid_field
 
@@ -46,7 +47,7 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
 
-    async def CreateRun(self, request, context):  # noqa: N802
+    async def CreateRun(self, request, context):
         """Creates or reopens a run."""
         plan, spec_json = convert.plan_of(ids.check_run_id(request.run_id), request.spec_json)
         answer = await self._buffer.create_run(request.run_id, spec_json, plan)
@@ -57,11 +58,11 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
             skipped_row_count=answer.run.skipped_count,
         )
 
-    async def GetRun(self, request, context):  # noqa: N802
+    async def GetRun(self, request, context):
         """Returns a run."""
         return pb.GetRunResponse(run=convert.run_to_proto(await self._buffer.get_run(request.run_id)))
 
-    async def ListRuns(self, request, context):  # noqa: N802
+    async def ListRuns(self, request, context):
         """Lists runs."""
         start, count = _page(request.page_size, request.page_token, 100, 1000)
         states = [convert.run_state(state) for state in request.states]
@@ -70,41 +71,41 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
             runs=[convert.run_to_proto(run) for run in runs], next_page_token=str(start + count) if more else ""
         )
 
-    async def FinishRun(self, request, context):  # noqa: N802
+    async def FinishRun(self, request, context):
         """Ends a run."""
         state = convert.run_state(request.state)
         run = await self._buffer.finish_run(request.run_id, state, request.reason, request.trainer_epoch)
         return pb.FinishRunResponse(run=convert.run_to_proto(run))
 
-    async def BeginSession(self, request, context):  # noqa: N802
+    async def BeginSession(self, request, context):
         """Opens a trainer session."""
         epoch, run = await self._buffer.begin_session(request.run_id, request.caller)
         return pb.BeginSessionResponse(trainer_epoch=epoch, run=convert.run_to_proto(run))
 
-    async def LeasePrompts(self, request, context):  # noqa: N802
+    async def LeasePrompts(self, request, context):
         """Leases prompts."""
         wish = LeaseRequest(request.request_id, request.caller, request.max_prompt_count, convert.seconds(request.ttl))
         wait = _wait(convert.seconds(request.max_wait), context)
         return convert.leases_to_proto(await self._buffer.lease_prompts(request.run_id, wish, wait))
 
-    async def ExtendLeases(self, request, context):  # noqa: N802
+    async def ExtendLeases(self, request, context):
         """Moves deadlines."""
         ttl = convert.seconds(request.ttl)
         deadline, lost = await self._buffer.extend_leases(request.run_id, request.lease_ids, ttl)
         return pb.ExtendLeasesResponse(expire_time=convert.timestamp(deadline), lost_lease_ids=lost)
 
-    async def ReleaseLeases(self, request, context):  # noqa: N802
+    async def ReleaseLeases(self, request, context):
         """Gives leases back."""
         count, lost = await self._buffer.release_leases(request.run_id, request.lease_ids, request.evict_reason)
         return pb.ReleaseLeasesResponse(released_count=count, lost_lease_ids=lost)
 
-    async def PutGroups(self, request, context):  # noqa: N802
+    async def PutGroups(self, request, context):
         """Stores finished groups."""
         count = await self._buffer.samples_per_group(request.run_id)
-        packed = convert.pack_groups(request.groups, request.run_id, count)
+        packed = pack_groups(request.groups, request.run_id, count)
         return convert.put_results_to_proto(await self._buffer.put_groups(request.run_id, packed))
 
-    async def TakeBatch(self, request, context):  # noqa: N802
+    async def TakeBatch(self, request, context):
         """Reserves a batch."""
         wait = _wait(convert.seconds(request.max_wait), context)
         batch = await self._buffer.take_batch(
@@ -112,7 +113,7 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         )
         return convert.batch_to_proto(batch)
 
-    async def FetchSamples(self, request, context) -> AsyncIterator[pb.FetchSamplesResponse]:  # noqa: N802
+    async def FetchSamples(self, request, context) -> AsyncIterator[pb.FetchSamplesResponse]:
         """Streams samples in messages of about one MiB."""
         chunk, size = [], 0
         async for part in self._buffer.fetch_samples(request.run_id, request.sample_ids):
@@ -125,40 +126,38 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         if chunk:
             yield pb.FetchSamplesResponse(samples=convert.samples_to_proto(chunk))
 
-    async def CommitStep(self, request, context):  # noqa: N802
+    async def CommitStep(self, request, context):
         """Marks a step's groups CONSUMED."""
         count = await self._buffer.commit_step(request.run_id, request.trainer_epoch, request.step)
         return pb.CommitStepResponse(group_count=count)
 
-    async def RecordCheckpoint(self, request, context):  # noqa: N802
+    async def RecordCheckpoint(self, request, context):
         """Records a checkpoint."""
         frontier = await self._buffer.record_checkpoint(
             request.run_id, request.trainer_epoch, request.step, request.path
         )
         return pb.RecordCheckpointResponse(frontier_ordinal=frontier)
 
-    async def RestoreRun(self, request, context):  # noqa: N802
+    async def RestoreRun(self, request, context):
         """Rolls a run back."""
         returned, released = await self._buffer.restore_run(request.run_id, request.trainer_epoch, request.step)
         return pb.RestoreRunResponse(returned_group_count=returned, released_lease_count=released)
 
-    async def ReserveVersion(self, request, context):  # noqa: N802
+    async def ReserveVersion(self, request, context):
         """Hands out a version."""
         version = await self._buffer.reserve_version(request.run_id, request.trainer_epoch)
         return pb.ReserveVersionResponse(version=version)
 
-    async def PublishVersion(self, request, context):  # noqa: N802
+    async def PublishVersion(self, request, context):
         """Makes a version current."""
-        await self._buffer.publish_version(
-            request.run_id, request.trainer_epoch, request.version, request.step_count
-        )
+        await self._buffer.publish_version(request.run_id, request.trainer_epoch, request.version, request.step_count)
         return pb.PublishVersionResponse()
 
-    async def GetStats(self, request, context):  # noqa: N802
+    async def GetStats(self, request, context):
         """Counts a run."""
         return pb.GetStatsResponse(stats=convert.stats_to_proto(await self._buffer.stats(request.run_id)))
 
-    async def ListGroups(self, request, context):  # noqa: N802
+    async def ListGroups(self, request, context):
         """Lists groups."""
         start, count = _page(request.page_size, request.page_token, 50, 500)
         states = [convert.group_state(state) for state in request.states]
@@ -169,7 +168,7 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
             next_page_token=str(groups[-1].ordinal + 1) if more else "",
         )
 
-    async def GetGroup(self, request, context):  # noqa: N802
+    async def GetGroup(self, request, context):
         """Returns a group."""
         record, prompt, stored = await self._buffer.get_group(request.run_id, request.group_id)
         return pb.GetGroupResponse(
@@ -178,7 +177,7 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
             group=convert.stored_group_to_proto(stored) if stored else None,
         )
 
-    async def ListEvalPrompts(self, request, context):  # noqa: N802
+    async def ListEvalPrompts(self, request, context):
         """Reads prompts of an evaluation set."""
         start, count = _page(request.page_size, request.page_token, 256, 1024)
         prompts, total = await self._buffer.eval_prompts(request.run_id, request.dataset, start, count)
@@ -194,7 +193,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     def __init__(self, members: MemberStore) -> None:
         self._members = members
 
-    async def RegisterMember(self, request, context):  # noqa: N802
+    async def RegisterMember(self, request, context):
         """Adds or renews a member."""
         ttl = convert.seconds(request.ttl)
         if not 0 < ttl <= 3600:
@@ -202,12 +201,12 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         expire = await self._members.register(convert.member_from_proto(request.member), ttl)
         return registry_service_pb2.RegisterMemberResponse(expire_time=convert.timestamp(expire))
 
-    async def RemoveMember(self, request, context):  # noqa: N802
+    async def RemoveMember(self, request, context):
         """Removes a member."""
         await self._members.remove(request.member_id)
         return registry_service_pb2.RemoveMemberResponse()
 
-    async def ListMembers(self, request, context):  # noqa: N802
+    async def ListMembers(self, request, context):
         """Lists live members."""
         start, count = _page(request.page_size, request.page_token, 500, 1000)
         members = await self._members.members(request.tier)

@@ -23,16 +23,12 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 
 def malformed(path: str | Path, line: int, why: str) -> ServiceError:
     """The error for a line that cannot be used; `line` counts from 1."""
-    return ServiceError(
-        Code.INVALID_ARGUMENT, "DATA_MALFORMED", f"{path}:{line}: {why}.", path=path, line=line
-    )
+    return ServiceError(Code.INVALID_ARGUMENT, "DATA_MALFORMED", f"{path}:{line}: {why}.", path=path, line=line)
 
 
 def not_found(key: str, path: str | Path, why: str) -> ServiceError:
     """The error for a file that cannot be read."""
-    return ServiceError(
-        Code.NOT_FOUND, "DATA_NOT_FOUND", f"{key}: cannot read {path}: {why}.", path=path, key=key
-    )
+    return ServiceError(Code.NOT_FOUND, "DATA_NOT_FOUND", f"{key}: cannot read {path}: {why}.", path=path, key=key)
 
 
 class JsonlFile:
@@ -48,7 +44,9 @@ class JsonlFile:
         self.path = Path(match["path"] if match else source).expanduser()
         if self.path.suffix == ".parquet":
             raise not_found(key, self.path, "parquet files are not supported; convert it to JSONL, one object a line")
-        bounds = slice(*(int(text) if text else None for text in match.group("start", "stop"))) if match else slice(None)
+        bounds = (
+            slice(*(int(text) if text else None for text in match.group("start", "stop"))) if match else slice(None)
+        )
         offsets, lines = self._scan(key)
         self.offsets = offsets[bounds]
         self.lines = lines[bounds]

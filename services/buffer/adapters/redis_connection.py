@@ -11,19 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from redis import exceptions as failures
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ConnectionError as RedisConnectionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TimeoutError as RedisTimeoutError,
-)
 
 from services.common.errors import Code, ServiceError
 
@@ -56,7 +47,7 @@ class Connection:
                 socket_connect_timeout=_CONNECT_SECONDS,
                 # One repetition covers a pooled connection that a restarted server closed; callers do the rest.
                 retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 1),
-                retry_on_error=[RedisConnectionError, BusyLoadingError],
+                retry_on_error=[failures.ConnectionError, failures.BusyLoadingError],
             )
         )
         self.address = _without_secrets(url)
@@ -80,27 +71,34 @@ class Connection:
         """Failures of the store inside become ServiceErrors."""
         try:
             yield
-        except OutOfMemoryError as error:
+        except failures.OutOfMemoryError as error:
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
                 "STORE_FULL",
-                f"The store at {self.address} has reached its maxmemory; raise it, or write checkpoints more often so that"
-                " payloads are freed.",
+                f"The store at {self.address} has reached its maxmemory; raise it, or write checkpoints more often so"
+                " that payloads are freed.",
                 retry_seconds=5.0,
                 address=self.address,
             ) from error
-        except AuthenticationError as error:
+        except failures.AuthenticationError as error:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "STORE_REFUSED",
                 f"The store at {self.address} refuses the credentials of store_url.",
                 address=self.address,
             ) from error
-        except (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError, OSError) as error:
+        except (
+            failures.ConnectionError,
+            failures.TimeoutError,
+            failures.BusyLoadingError,
+            failures.ReadOnlyError,
+            OSError,
+        ) as error:
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "STORE_UNAVAILABLE",
-                f"The store at {self.address} does not answer ({type(error).__name__}); start it, or correct store_url.",
+                f"The store at {self.address} does not answer ({type(error).__name__}); start it, or correct"
+                " store_url.",
                 retry_seconds=0.5,
                 address=self.address,
             ) from error
@@ -123,7 +121,7 @@ class Connection:
             memory = await self.client.info("memory")
             fsync = ""
             # Managed servers forbid CONFIG; INFO says enough then.
-            with contextlib.suppress(ResponseError):
+            with contextlib.suppress(failures.ResponseError):
                 fsync = (await self.client.config_get("appendfsync")).get("appendfsync", "")
         found = []
         if not int(persistence.get("aof_enabled", 0)):
@@ -137,7 +135,7 @@ class Connection:
 
     async def close(self) -> None:
         """Closes all connections."""
-        with contextlib.suppress(RedisError):
+        with contextlib.suppress(failures.RedisError):
             await self.client.aclose()
 
 

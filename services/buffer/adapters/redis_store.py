@@ -248,9 +248,7 @@ class RedisStore:
 
     async def restore(self, run_id: str, trainer_epoch: int, step: int) -> tuple[int, int]:
         """(groups returned, leases cancelled)."""
-        returned, released = await self._run(
-            "restore", run_id, [trainer_epoch, step], epoch=trainer_epoch, step=step
-        )
+        returned, released = await self._run("restore", run_id, [trainer_epoch, step], epoch=trainer_epoch, step=step)
         return int(returned), int(released)
 
     # -- versions
@@ -357,8 +355,8 @@ def _refusal(status: str, values: Sequence[bytes], run_id: str, context: dict[st
         return ServiceError(Code.FAILED_PRECONDITION, status, message, run_id=run_id, state=have)
     if status == "STEP_OUT_OF_ORDER":
         message = (
-            f"Step {step} of run {run_id} does not follow: the last committed step is {have}, and a step is taken before"
-            " it is committed."
+            f"Step {step} of run {run_id} does not follow: the last committed step is {have}, and a step is taken"
+            " before it is committed."
         )
         return ServiceError(Code.FAILED_PRECONDITION, status, message, run_id=run_id, step=step, committed_step=have)
     if status == "STEP_NOT_RESTORABLE":

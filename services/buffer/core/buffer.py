@@ -85,8 +85,8 @@ class Buffer:
             raise ServiceError(
                 Code.ALREADY_EXISTS,
                 "RUN_EXISTS",
-                f"Run {known.run_id} exists with other settings: {'; '.join(differing)}; give this run another run_id, or"
-                " set the keys back to go on with it.",
+                f"Run {known.run_id} exists with other settings: {'; '.join(differing)}; give this run another run_id,"
+                " or set the keys back to go on with it.",
                 run_id=known.run_id,
                 keys=", ".join(differing),
             )
@@ -171,9 +171,7 @@ class Buffer:
 
     # -- batches
 
-    async def take_batch(
-        self, run_id: str, trainer_epoch: int, step: int, count: int, max_wait: float
-    ) -> Batch:
+    async def take_batch(self, run_id: str, trainer_epoch: int, step: int, count: int, max_wait: float) -> Batch:
         """Reserves `count` groups for a step. Raises FENCED, STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED."""
         if count < 1:
             raise invalid_field("group_count", count, "a batch has at least one group")
@@ -273,8 +271,8 @@ class Buffer:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "DATA_MALFORMED",
-                f"The data file of run {run.run_id} has {dataset.row_count} usable rows, but {run.row_count} when the run"
-                " was created; put the file back, or start a run with another run_id.",
+                f"The data file of run {run.run_id} has {dataset.row_count} usable rows, but {run.row_count} when the"
+                " run was created; put the file back, or start a run with another run_id.",
                 run_id=run.run_id,
             )
 

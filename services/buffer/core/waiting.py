@@ -7,6 +7,7 @@ same store. Invariant: no wait is longer than its deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -30,10 +31,8 @@ class Changes:
     async def wait(self, run_id: str, seconds: float) -> None:
         """Returns at the next change, or after `seconds`."""
         event = self._events.setdefault(run_id, asyncio.Event())
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), seconds)
-        except TimeoutError:
-            pass
 
     async def until(
         self,

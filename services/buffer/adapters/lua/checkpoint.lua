@@ -1,4 +1,4 @@
--- ARGV: trainer epoch, step, path. Answer: OK, lowest ordinal that is not finished.
+-- ARGV: trainer epoch, step, path. Answer: OK, lowest ordinal that the checkpoint does not contain.
 local gone = missing()
 if gone then return gone end
 local old = fenced(ARGV[1])
@@ -13,7 +13,9 @@ end
 local frontier = number('drawn')
 local first = redis.call('ZRANGE', pending, 0, 0)[1]
 if first then frontier = math.min(frontier, tonumber(first)) end
-for _, key in ipairs({leased, ready, reserved}) do
-  for _, o in ipairs(redis.call('ZRANGE', key, 0, -1)) do frontier = math.min(frontier, tonumber(o)) end
+local function open(members)
+  for _, o in ipairs(members) do frontier = math.min(frontier, tonumber(o)) end
 end
+for _, key in ipairs({leased, ready, reserved}) do open(redis.call('ZRANGE', key, 0, -1)) end
+open(redis.call('ZRANGEBYSCORE', consumed, '(' .. digits(step), '+inf'))
 return {'OK', digits(frontier)}
