@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from services.common.errors import ServiceError
@@ -55,14 +56,14 @@ def _score_built_in(task: Task) -> list[Outcome]:
     if task.grader == catalogue.MATH:
         from services.reward.adapters.math_verifier import score_math
 
-        grade, options = score_math, task.options
+        grade = partial(score_math, options=task.options)
     else:
-        grade, options = score_exact_match, parse_options(task.options)
+        grade = partial(score_exact_match, options=parse_options(task.options))
     results = []
     for item in task.items:
         started = time.monotonic()
         try:
-            outcome = grade(item, options)
+            outcome = grade(item)
         except Exception as error:
             outcome = unscored(Unscored.GRADER_ERROR, f"The grader raised {custom.describe(error)}.")
         results.append(replace(outcome, seconds=time.monotonic() - started))
@@ -88,8 +89,9 @@ async def score_shared(task: Task, limit: float) -> list[Outcome]:
     started = time.monotonic()
     function = _custom_function(task.custom_path)
     samples = [custom.to_sample(item) for item in task.items]
+    scope = asyncio.timeout(limit)
     try:
-        async with asyncio.timeout(limit) as scope:
+        async with scope:
             raw = await function.call(*custom.arguments(function, task, samples))
         return custom.outcomes(task, samples, raw, time.monotonic() - started)
     except Exception as error:
