@@ -128,6 +128,8 @@ def _value(key: Key, rest: _Tokens, inline: str | None, before: Any) -> Any:
     text = inline if inline is not None else rest.value()
     if text is None:
         raise SettingsError(f"{key.flag} needs a value{_example(key)}.")
+    if key.default is None and not key.required and text.lower() in ("none", "null"):
+        return None
     if key.kind == "map":
         return {**(before or {}), **_mapping(key, text)}
     if key.kind in ("str", "choice"):
