@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,10 @@ import urllib.request
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from services.common.process import free_port
 from services.rollout.adapters.sglang_launch import SGLangFactory
@@ -28,44 +33,90 @@ CONTEXT_LENGTH = 512
 def write_checkpoint(
     directory: Path, *, hidden_size: int = 64, layers: int = 2, tied: bool = False, seed: int = 0
 ) -> Path:
-    """Write a Hugging Face checkpoint and its tokenizer to `directory`; returns it."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden_size // 4,
-        max_position_embeddings=CONTEXT_LENGTH,
-        tie_word_embeddings=tied,
-        bos_token_id=256,
-        eos_token_id=EOS_ID,
-        pad_token_id=258,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    """Write a Hugging Face checkpoint and its tokenizer to `directory`; returns it. Needs neither torch nor
+    transformers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    head_dim = hidden_size // 4
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "bos_token_id": 256,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": 258,
+        "dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(_tensors(hidden_size, head_dim, layers, tied, seed), directory / "model.safetensors", {"format": "pt"})
     write_tokenizer(directory)
     return directory
 
 
+def _tensors(hidden: int, head_dim: int, layers: int, tied: bool, seed: int) -> dict[str, np.ndarray]:
+    """Random weights by Hugging Face name, 4 query and 2 key heads."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * 0.1).astype(np.float32)
+
+    def ones(size: int) -> np.ndarray:
+        return np.ones(size, dtype=np.float32)
+
+    tensors = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, hidden), "model.norm.weight": ones(hidden)}
+    if not tied:
+        tensors["lm_head.weight"] = matrix(VOCAB_SIZE, hidden)
+    for layer in range(layers):
+        weights = {
+            "input_layernorm": ones(hidden),
+            "post_attention_layernorm": ones(hidden),
+            "self_attn.q_proj": matrix(4 * head_dim, hidden),
+            "self_attn.k_proj": matrix(2 * head_dim, hidden),
+            "self_attn.v_proj": matrix(2 * head_dim, hidden),
+            "self_attn.o_proj": matrix(hidden, 4 * head_dim),
+            "self_attn.q_norm": ones(head_dim),
+            "self_attn.k_norm": ones(head_dim),
+            "mlp.gate_proj": matrix(2 * hidden, hidden),
+            "mlp.up_proj": matrix(2 * hidden, hidden),
+            "mlp.down_proj": matrix(hidden, 2 * hidden),
+        }
+        tensors |= {f"model.layers.{layer}.{name}.weight": value for name, value in weights.items()}
+    return tensors
+
+
 def write_tokenizer(directory: Path) -> None:
     """Byte-level: id = rank of the byte's printable character, specials from 256."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    tokenizer.save_pretrained(directory)
+    backend.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    backend.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "model_max_length": CONTEXT_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The router in front of the engines: a supervised sglang-router process and a client of it.
 
-The process is sglang-router's own (`python -m sglang_router.launch_router`); it balances by a policy, probes
+The process is sglang-router itself; it balances by a policy, probes
 the engines and retries a request elsewhere when an engine fails before it answered. This module starts it,
 restarts it when it ends by itself, keeps the list of workers in it equal to the node's, and sends `/generate`.
 Knows nothing of runs, leases or weights. Tested with sglang-router 0.3.2.
@@ -27,7 +27,8 @@ from services.rollout.adapters.engine_http import HttpClient
 from services.rollout.adapters.sglang_launch import command_line
 from services.rollout.core.engine_port import Generation, GenerationRequest, RequestLimits
 
-START_SECONDS = 30.0
+LAUNCHER = "services.rollout.adapters.router_launcher"
+START_SECONDS = 60.0
 CONTROL_SECONDS = 5.0
 WORKER_SECONDS = 15.0
 RESTART_PAUSE_SECONDS = 0.5
@@ -47,6 +48,22 @@ DEFAULTS: dict[str, Any] = {
     "cb_timeout_duration_secs": 5,
     "log_level": "warn",
 }
+PASSED = {
+    "ebnf",
+    "frequency_penalty",
+    "ignore_eos",
+    "json_schema",
+    "min_new_tokens",
+    "min_p",
+    "no_stop_trim",
+    "presence_penalty",
+    "regex",
+    "repetition_penalty",
+    "sampling_seed",
+    "skip_special_tokens",
+}
+"""Sampling keys that reach an engine. The router rebuilds a request from the keys it knows and silently drops
+others (`logit_bias`, `custom_params`, `stop_regex`, …), so those are refused here."""
 OWNED = ("host", "port", "policy", "worker_urls", "prometheus_port", "prometheus_host", "pd_disaggregation")
 
 
@@ -126,6 +143,16 @@ class SGLangRouter:
                 retry_seconds=1.0,
                 request_id=request.request_id,
             )
+        lost = sorted(set(request.extra) - PASSED)
+        if lost:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+                f"Request {request.request_id} sets the sampling key {lost[0]}, which does not reach an engine through "
+                f"the router: use {', '.join(sorted(PASSED))}, or the keys of the run.",
+                request_id=request.request_id,
+                key=lost[0],
+            )
         for limits in set(self._limits.values()):
             limits.check(request)
         only = next(iter(self._limits)) if len(self._limits) == 1 else None
@@ -137,7 +164,7 @@ class SGLangRouter:
         flags = command_line(
             {"host": "127.0.0.1", "port": self._port, "prometheus_port": free_port()} | self._arguments
         )
-        argv = [sys.executable, "-m", "sglang_router.launch_router", *flags]
+        argv = [sys.executable, "-m", LAUNCHER, *flags]
         self._process = ManagedProcess("router", argv, log_path=self._log_path)
         await self._process.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,7 +20,8 @@ from tests.support.engine import VOCAB_SIZE, start_engine
 def engines(checkpoint, tmp_path_factory):
     """Two engines that answer alike."""
     directory = tmp_path_factory.mktemp("routed")
-    started = [start_engine("simulated", checkpoint, directory) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        started = list(pool.map(lambda _: start_engine("simulated", checkpoint, directory), range(2)))
     yield started
     for engine in started:
         engine.stop()

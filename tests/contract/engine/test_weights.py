@@ -42,7 +42,9 @@ async def push(engine, trainer: TrainerSide, tensors: dict, bucket_count: int = 
 def expected(rules, tensors: dict) -> dict[str, str]:
     """Checksum of each rule's tensor, of what was sent."""
     return {
-        rule.engine_name: checksum(*(tensor_bytes(tensors[name]) for name in rule.source_names), bytes(rule.padding_bytes))
+        rule.engine_name: checksum(
+            *(tensor_bytes(tensors[name]) for name in rule.source_names), bytes(rule.padding_bytes)
+        )
         for rule in rules
     }
 
