@@ -23,7 +23,8 @@ class Pack:
     """One micro-batch of t tokens, k of them trained.
 
     tokens int64 [t]; rows int64 [k], where the trained tokens are predicted; targets int64 [k], the trained tokens;
-    weights, advantages, engine_log_probs float32 [k]; count: this pack's part of the step's divisor.
+    weights, advantages, engine_log_probs float32 [k]; count: this pack's part of the step's divisor;
+    total_tokens: t without padding.
     """
 
     layout: PackLayout
@@ -34,6 +35,7 @@ class Pack:
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor
     count: int
+    total_tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,4 +82,5 @@ def make_pack(
         advantages=floats(values),
         engine_log_probs=floats(engine),
         count=sum(trained) if settings.per_token else len(samples),
+        total_tokens=total,
     )

@@ -21,7 +21,7 @@ from services.trainer.ranks.batches import Pack
 from services.trainer.ranks.log_probs import log_probs_and_entropy
 from services.trainer.ranks.model.build import build_model, transformer_config
 from services.trainer.ranks.model.hf_config import HfConfig, read_hf_config
-from services.trainer.ranks.model.hf_weights import load_weights
+from services.trainer.ranks.model.hf_weights import list_weights, load_weights
 
 
 @dataclass
@@ -40,10 +40,9 @@ class Policy:
     total_optimizer_steps: int
     optimizer_steps: int = 0
 
-    @property
     def parameter_count(self) -> int:
-        """Parameters held by this rank."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        """Parameters of the whole model."""
+        return sum(math.prod(spec.shape) for spec in list_weights(self.model, self.hf))
 
     def next_learning_rate(self) -> float:
         """Rate of the optimizer step to come."""

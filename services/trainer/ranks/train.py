@@ -29,7 +29,7 @@ from services.trainer.ranks.batches import Pack, PackSettings, make_pack
 from services.trainer.ranks.policy import Policy, evaluate_log_probs, logits_of, trained_log_probs
 
 _MEANS = ("loss", "pg_loss", "kl_loss", "entropy", "ppo_kl", "pg_clipfrac")
-_SUMS = (*_MEANS, "count", "tokens", "ratio", "difference", "difference_tokens")
+_SUMS = (*_MEANS, "count", "tokens", "ratio", "difference", "all_tokens")
 _MAXIMA = ("ratio_max", "log_prob_abs_diff_max")
 
 
@@ -108,7 +108,6 @@ class StepTrainer:
             "grad_norm": sum(norms) / len(norms),
             "lr": rates[-1],
             "optimizer_steps": float(len(norms)),
-            "total_tokens": float(sum(len(pack.tokens) for step in packs for pack in step)),
         }
         return metrics
 
@@ -198,11 +197,11 @@ class StepTrainer:
         rows = [dict(zip(_SUMS, row, strict=True)) for row in sums.tolist()]
         metrics = {name: sum(row[name] / max(row["count"], 1) for row in rows) / len(rows) for name in _MEANS}
         total = {name: sum(row[name] for row in rows) for name in _SUMS}
-        metrics["trained_tokens"] = total["tokens"]
+        metrics |= {"trained_tokens": total["tokens"], "total_tokens": total["all_tokens"]}
         if self._supervised:
-            return metrics
+            return {name: metrics[name] for name in ("loss", "entropy", "trained_tokens", "total_tokens")}
         metrics["ratio_mean"] = total["ratio"] / max(total["tokens"], 1)
-        metrics["log_prob_abs_diff_mean"] = total["difference"] / max(total["difference_tokens"], 1)
+        metrics["log_prob_abs_diff_mean"] = total["difference"] / max(total["tokens"], 1)
         return metrics | dict(zip(_MAXIMA, maxima.tolist(), strict=True))
 
 
@@ -215,6 +214,6 @@ def _statistics(
     sums = [(terms[name] * pack.weights).sum().double() if name in terms else zero for name in _MEANS]
     difference = torch.zeros_like(ratio) if before is None else (before - pack.engine_log_probs).abs()
     tokens = zero + len(ratio)
-    sums += [zero + pack.count, tokens, ratio.sum().double(), difference.sum().double(), tokens]
+    sums += [zero + pack.count, tokens, ratio.sum().double(), difference.sum().double(), zero + pack.total_tokens]
     maxima = [x.amax().double() if len(x) else zero for x in (ratio, difference)]
     return {"sums": torch.stack(sums), "maxima": torch.stack(maxima)}

@@ -84,7 +84,7 @@ class RankWorker:
             nccl_version=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
             backends=("nccl", "gloo") if cuda else ("gloo",),
             collective_env={k: os.environ[k] for k in runtime.COLLECTIVE_VARIABLES if cuda and k in os.environ},
-            parameter_count=self._policy.parameter_count,
+            parameter_count=self._policy.parameter_count(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             tensor_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),

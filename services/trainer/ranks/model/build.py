@@ -68,8 +68,8 @@ def transformer_config(hf: HfConfig, *, bf16: bool, device: torch.device) -> Tra
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
         moe_token_dispatcher_type="alltoall",  # the default is refused together with variable lengths
-        # Weights are always loaded; random initial values of a large model would only cost time.
-        perform_initialization=False,
+        # Initialisation also marks which parameters are cut over ranks; without it gradient norms are wrong.
+        perform_initialization=True,
         use_cpu_initialization=device.type == "cpu",
         # Fusions that need apex or TransformerEngine, or compile at the first call.
         gradient_accumulation_fusion=False,
@@ -82,7 +82,7 @@ def transformer_config(hf: HfConfig, *, bf16: bool, device: torch.device) -> Tra
 
 
 def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
-    """The model with uninitialised weights on `device`; fill it with `hf_weights.load_weights`."""
+    """The model with random weights on `device`; fill it with `hf_weights.load_weights`."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -1,0 +1,252 @@
+"""What the oracle tests run inside rank processes: `python -m tests.oracle.rank_program PROGRAM RANK WORLD PORT ROOT`.
+
+Importing megatron costs seconds and changes the process, so tests start one process world per size, run everything in
+it, and compare the numbers it leaves in ROOT/<program>.pt (rank 0).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.common.records import Sample, SampleStatus
+from services.common.run_spec import RunSpec
+from services.trainer.core.advantages import ScoredSample, group_advantages
+from services.trainer.core.schedule import SampleSize, ScheduleSettings, plan_step
+from services.trainer.ranks import runtime
+from tests.oracle.models import NAMES, VOCAB_SIZE
+
+LENGTHS = (24, 7, 41, 16, 7, 1, 9)
+GROUPS, GROUP_SIZE = 4, 3
+
+
+def make_spec(checkpoint: Path, world_size: int, tensor_parallel_size: int, **trainer) -> RunSpec:
+    """A run of three steps of 12 samples."""
+    options = {"lr": 1e-2, "lr_warmup_iters": 2, "lr_decay_style": "cosine", "clip_grad": 0.5, "weight_decay": 0.1}
+    return RunSpec.model_validate(
+        {
+            "data": {"label_key": "label"},
+            "rollout": {
+                "hf_checkpoint": str(checkpoint),
+                "num_rollout": 6,
+                "rollout_batch_size": GROUPS,
+                "n_samples_per_prompt": GROUP_SIZE,
+                "rollout_temperature": 0.8,
+            },
+            "trainer": options
+            | {"actor_num_gpus_per_node": world_size, "tensor_model_parallel_size": tensor_parallel_size}
+            | {"max_tokens_per_gpu": 96}
+            | trainer,
+        }
+    )
+
+
+def random_samples(seed: int) -> dict[str, Sample]:
+    """Ragged samples with holes in the mask; one is unscored."""
+    rng = np.random.default_rng(seed)
+    samples = {}
+    for index in range(GROUPS * GROUP_SIZE):
+        prompt, response = int(rng.integers(2, 9)), int(rng.integers(1, 40))
+        mask = (rng.random(response) < 0.8).astype(np.uint8)
+        mask[-1] = 1
+        sample = Sample(
+            sample_id=f"s{index}",
+            group_id=f"g{index % GROUPS}",
+            index=index // GROUPS,
+            status=SampleStatus.COMPLETED,
+            prompt_length=prompt,
+            tokens=rng.integers(2, VOCAB_SIZE, prompt + response).astype(np.int32),
+            loss_mask=mask,
+            log_probs=(rng.normal(-4, 1, response) * mask).astype(np.float32),
+            reward=None if index == 5 else float(rng.integers(0, 2)),
+        )
+        samples[sample.sample_id] = sample
+    return samples
+
+
+class Trainee:
+    """A policy with its trainer, fed with random batches."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        from megatron.core import parallel_state
+
+        from services.trainer.ranks.policy import build_policy, build_reference
+        from services.trainer.ranks.train import StepTrainer
+
+        self.device = torch.device("cpu")
+        self.spec = spec
+        self.policy = build_policy(spec, self.device)
+        reference = build_reference(spec, self.device) if spec.trainer.use_kl_loss else None
+        self.trainer = StepTrainer(spec, self.policy, reference, self.device)
+        self.ranks = parallel_state.get_data_parallel_world_size()
+        self.pad = parallel_state.get_tensor_model_parallel_world_size()
+
+    def step(self, seed: int) -> dict[str, float]:
+        """One step on the batch of a seed; its metrics."""
+        from services.trainer.ranks.train import PartTimer
+
+        samples = random_samples(seed)
+        sizes = [
+            SampleSize(s.sample_id, len(s.tokens), int(s.loss_mask.sum()) if s.reward is not None else 0)
+            for s in samples.values()
+        ]
+        settings = ScheduleSettings(
+            data_parallel_size=self.ranks,
+            optimizer_steps=self.spec.trainer.num_steps_per_rollout,
+            max_tokens=self.spec.trainer.max_tokens_per_gpu,
+            pad_multiple=self.pad,
+        )
+        advantages = group_advantages([ScoredSample(s.sample_id, s.group_id, s.reward) for s in samples.values()])
+        return self.trainer.train(samples, plan_step(sizes, settings), advantages, PartTimer())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Full tensors by Hugging Face name (tensor-parallel rank 0)."""
+        from services.trainer.ranks.model.hf_weights import gather_weights
+
+        return {n: t.clone() for n, t in gather_weights(self.policy.model, self.policy.hf) if t is not None}
+
+
+TRAINING = {
+    "kl": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.05, "eps_clip_high": 0.28},
+    "per_token": {"calculate_per_token_loss": True, "num_steps_per_rollout": 2},
+    "sft": {"loss_type": "sft_loss"},
+}
+"""Settings trained under every layout."""
+
+
+def _spec_of(name: str, root: Path, world: int, tensor_parallel_size: int) -> RunSpec:
+    return make_spec(root / "qwen3", world, tensor_parallel_size, **TRAINING[name])
+
+
+def train_all(root: Path, world: int, tensor_parallel_size: int) -> dict:
+    """Three steps of every training setting; metrics by setting, weights of the first."""
+    out = {}
+    for name in TRAINING:
+        trainee = Trainee(_spec_of(name, root, world, tensor_parallel_size))
+        out[name] = [trainee.step(seed) for seed in range(3)]
+        out[f"{name}_weights"] = trainee.weights()
+    return out
+
+
+def packed_logits(root: Path, name: str) -> torch.Tensor:
+    """[tokens, vocabulary] of the packed ragged batch (rank 0's copy of the whole vocabulary)."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from services.trainer.ranks.model.packing import PackLayout
+
+    trainee = Trainee(make_spec(root / name, torch.distributed.get_world_size(), _tensor_parallel_size()))
+    lengths = list(LENGTHS)
+    if sum(lengths) % parallel_state.get_tensor_model_parallel_world_size():
+        lengths.append(1)
+    layout = PackLayout(lengths, trainee.device)
+    tokens = torch.nn.functional.pad(batch_tokens(), (0, sum(lengths) - sum(LENGTHS)))
+    with torch.no_grad():
+        local = trainee.policy.model(tokens[None], layout.positions[None], None, packed_seq_params=layout)
+        full = gather_from_tensor_model_parallel_region(local)
+    return full[0, : sum(LENGTHS), :VOCAB_SIZE]
+
+
+def _tensor_parallel_size() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
+def batch_tokens() -> torch.Tensor:
+    """int64 tokens of the packed batch."""
+    return torch.randint(2, VOCAB_SIZE, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+
+
+def hf_logits_and_gradient(root: Path, name: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """transformers' logits of every segment, and loss and gradient norm of the SFT objective on batch 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = torch.cat([model(segment[None]).logits[0] for segment in batch_tokens().split(LENGTHS)])
+    loss = torch.zeros(())
+    for sample in random_samples(0).values():
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+        mask = torch.from_numpy(sample.loss_mask.astype(np.float32))
+        scores = model(tokens[None]).logits[0, sample.prompt_length - 1 : -1].log_softmax(-1)
+        chosen = scores.gather(-1, tokens[sample.prompt_length :, None])[:, 0]
+        loss = loss - (chosen * mask).sum() / mask.sum() / (GROUPS * GROUP_SIZE)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    return logits, {"loss": loss.item(), "grad_norm": norm.item()}
+
+
+def single(root: Path) -> dict:
+    """World of one: parity with transformers, export, training, resume."""
+    from services.trainer.ranks.checkpoint import load_checkpoint, save_checkpoint
+    from services.trainer.ranks.export import export_hf
+
+    out: dict = {"logits": {}, "hf": {}, "ours": {}}
+    for name in NAMES:
+        out["logits"][name] = packed_logits(root, name)
+        out["hf"][name] = hf_logits_and_gradient(root, name)
+        trainee = Trainee(make_spec(root / name, 1, 1, loss_type="sft_loss"))
+        export_hf(trainee.policy.model, trainee.policy.hf, root / name, root / f"export_{name}")
+        out["ours"][name] = trainee.step(0)
+    out["training"] = train_all(root, 1, 1)
+
+    trainee = Trainee(_spec_of("kl", root, 1, 1))
+    empty = save_checkpoint(trainee.policy, root / "checkpoints", 0)
+    first = [trainee.step(seed) for seed in range(2)]
+    start = time.perf_counter()
+    save_checkpoint(trainee.policy, root / "checkpoints", 2)
+    out["save_seconds"] = time.perf_counter() - start
+    uninterrupted = [trainee.step(seed) for seed in range(2, 4)]
+    resumed = Trainee(_spec_of("kl", root, 1, 1))
+    counters = load_checkpoint(resumed.policy, root / "checkpoints")
+    out["resume"] = {
+        "counters": (counters.step_count, counters.optimizer_steps),
+        "uninterrupted": uninterrupted,
+        "resumed": [resumed.step(seed) for seed in range(2, 4)],
+        "weights": (trainee.weights(), resumed.weights()),
+    }
+    load_checkpoint(resumed.policy, empty)
+    out["from_empty"] = (first, [resumed.step(seed) for seed in range(2)])
+    return out
+
+
+def pair(root: Path) -> dict:
+    """World of two: data parallel, then tensor parallel, then a checkpoint of one rank loaded by two."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from services.trainer.ranks.checkpoint import load_checkpoint
+    from services.trainer.ranks.export import export_hf
+
+    out = {"data_parallel": train_all(root, 2, 1)}
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+    out["tensor_parallel"] = train_all(root, 2, 2)
+    out["logits"] = {name: packed_logits(root, name) for name in NAMES}
+    for name in NAMES:
+        policy = Trainee(make_spec(root / name, 2, 2)).policy
+        export_hf(policy.model, policy.hf, root / name, root / f"export2_{name}")
+    trainee = Trainee(_spec_of("kl", root, 2, 2))
+    load_checkpoint(trainee.policy, root / "checkpoints" / "step_000002")
+    out["resharded"] = [trainee.step(seed) for seed in range(2, 4)]
+    return out
+
+
+def main() -> None:
+    """Runs one program as one rank."""
+    program, rank, world, port, root = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    runtime.start(runtime.Layout(rank, world, port, 1), "cpu", seed=1)
+    result = {"single": single, "pair": pair}[program](Path(root))
+    if rank == 0:
+        torch.save(result, Path(root) / f"{program}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

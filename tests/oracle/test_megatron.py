@@ -1,0 +1,151 @@
+"""The trainer's numbers against transformers', and two ranks against one.
+
+One process world of one rank and one of two run `rank_program`; the tests compare what they left behind. All float32.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.common.process import free_port
+from tests.oracle.models import NAMES, write_models
+
+LOGIT_TOLERANCE = 1e-4
+"""Largest absolute difference of logits of a scale of about 5; measured 4e-6."""
+LAYOUT_TOLERANCE = 1e-5
+"""Largest relative difference of losses and gradient norms between layouts; measured 7e-6."""
+TRAININGS = ("kl", "per_token", "sft")
+_DEADLINE_SECONDS = 240
+
+
+def _run(program: str, world_size: int, root: Path) -> dict:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.oracle.rank_program", program]
+    processes = []
+    for rank in range(world_size):
+        arguments = [str(rank), str(world_size), str(port), str(root)]
+        log = (root / f"{program}-{rank}.log").open("w")
+        processes.append(subprocess.Popen(command + arguments, stdout=log, stderr=log, env=dict(os.environ)))
+    try:
+        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n".join((root / f"{program}-{rank}.log").read_text()[-3000:] for rank in range(world_size))
+    assert codes == [0] * world_size, logs
+    return torch.load(root / f"{program}.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("oracle")
+    write_models(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def single(root: Path) -> dict:
+    """Results of a world of one rank."""
+    return _run("single", 1, root)
+
+
+@pytest.fixture(scope="module")
+def pair(root: Path, single: dict) -> dict:
+    """Results of a world of two ranks, which also loads the first world's checkpoint."""
+    assert single
+    return _run("pair", 2, root)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_logits_equal_transformers(single: dict, name: str) -> None:
+    expected, _ = single["hf"][name]
+    assert (single["logits"][name] - expected).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient_norm_equal_transformers_autograd(single: dict, name: str) -> None:
+    _, expected = single["hf"][name]
+    ours = {key: single["ours"][name][key] for key in expected}
+    assert ours == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_parallel_logits_equal_transformers(single: dict, pair: dict, name: str) -> None:
+    expected, _ = single["hf"][name]
+    assert (pair["logits"][name] - expected).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("export", ["export", "export2"])
+def test_export_returns_the_checkpoint_bit_for_bit(root: Path, pair: dict, name: str, export: str) -> None:
+    assert pair
+    expected, got = (load_file(root / d / "model.safetensors") for d in (name, f"{export}_{name}"))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    assert (root / f"{export}_{name}" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("training", TRAININGS)
+def test_two_ranks_train_as_one(single: dict, pair: dict, layout: str, training: str) -> None:
+    for ours, expected in zip(pair[layout][training], single["training"][training], strict=True):
+        assert ours.keys() == expected.keys()
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(expected[key], rel=LAYOUT_TOLERANCE, abs=1e-7)
+        for key in ("lr", "trained_tokens", "total_tokens", "optimizer_steps"):
+            assert ours[key] == expected[key]
+        assert ours == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_metrics_without_padding_are_counted_once(single: dict) -> None:
+    metrics = single["training"]["kl"][0]
+    assert 0 < metrics["trained_tokens"] < metrics["total_tokens"]
+
+
+def test_one_optimizer_step_is_exactly_on_policy(single: dict) -> None:
+    for metrics in single["training"]["kl"]:
+        assert metrics["ppo_kl"] == 0
+        assert metrics["pg_clipfrac"] == 0
+        assert metrics["ratio_max"] == 1
+
+
+def test_later_optimizer_steps_compare_with_the_policy_before_the_first(single: dict) -> None:
+    assert all(metrics["ppo_kl"] != 0 for metrics in single["training"]["per_token"])
+
+
+def test_reference_is_the_first_policy(single: dict) -> None:
+    kl = [metrics["kl_loss"] for metrics in single["training"]["kl"]]
+    assert kl[0] == 0
+    assert 0 < kl[1] < kl[2]
+
+
+def test_resumed_training_equals_uninterrupted(single: dict) -> None:
+    resume = single["resume"]
+    assert resume["counters"] == (2, 2)
+    assert resume["resumed"] == resume["uninterrupted"]
+    kept, loaded = resume["weights"]
+    assert all(torch.equal(kept[key], loaded[key]) for key in kept)
+
+
+def test_checkpoint_before_the_first_step_restores_everything(single: dict) -> None:
+    first, again = single["from_empty"]
+    assert again == first
+
+
+def test_checkpoint_of_one_rank_continues_on_two(single: dict, pair: dict) -> None:
+    for ours, expected in zip(pair["resharded"], single["resume"]["uninterrupted"], strict=True):
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(expected[key], rel=LAYOUT_TOLERANCE)
+
+
+def test_first_save_starts_no_process(single: dict) -> None:
+    assert single["save_seconds"] < 3
