@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.common.run_spec import key_groups
@@ -10,6 +12,7 @@ from services.common.settings import SettingsError
 from services.console.core.flags import parse_flags
 from services.console.core.keys import all_keys
 from services.console.core.refused import REFUSED, refusal
+from services.console.flag_docs import document
 
 ISSUE_FLAGS = """prompt-data input-key label-key apply-chat-template hf-checkpoint load save save-interval num-rollout
 rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout rollout-max-response-len
@@ -122,3 +125,8 @@ def test_mistakes(tokens, sentence):
 )
 def test_known_flags_that_do_not_apply_have_a_reason(name):
     assert refusal(name)
+
+
+def test_the_page_of_flags_is_up_to_date():
+    page = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
+    assert page.read_text() == document(), "run: python -m services.console.flag_docs > docs/flags.md"
