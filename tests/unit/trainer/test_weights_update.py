@@ -1,0 +1,188 @@
+"""Weight updates: groups as failure domains, late joiners, fencing epochs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import Code, ServiceError
+from services.trainer.core import fleet as fleets
+from services.trainer.core.commands import Setup, SetupResult
+from services.trainer.core.fleet import EngineFleet, FleetSettings
+from services.trainer.core.ports import RanksFailed
+from services.trainer.core.progress import Progress
+from services.trainer.core.records import EngineState
+from services.trainer.core.weights import UpdateSettings, WeightUpdater
+from tests.support.trainer_world import World, make_spec
+
+
+class Scene:
+    """An updater and a fleet over a world with some engines."""
+
+    def __init__(self, tmp_path: Path, engines: int, group_size: int = 1) -> None:
+        spec = make_spec(tmp_path, rollout={"rollout_num_gpus": engines})
+        self.world = World(spec)
+        ports, self.ranks = self.world.ports(Progress("r", run_dir=str(tmp_path)))
+        self.ranks.history, self.rollout, self.journal = [], ports.rollout, ports.journal
+        setup = SetupResult("2.13", "", ("gloo",), {}, 14, 1, 0, 1, 0.0)
+        settings = UpdateSettings("r", 7, 16, group_size, 2.0, 2.0, 2.0, "127.0.0.1", iter(range(9000, 9999)).__next__)
+        self.updater = WeightUpdater(self.ranks, self.rollout, setup, settings)
+        self.lock = asyncio.Lock()
+        self.fleet = EngineFleet(self.rollout, self.updater, self.lock, self.journal, FleetSettings("r", engines, 0.5))
+        self.published: list[int] = []
+
+    async def push(self, version: int):
+        """A full push that publishes."""
+
+        async def publish(pushed: int) -> None:
+            self.published.append(pushed)
+
+        return await self.fleet.push(version, version - 1, publish, lambda: None)
+
+    def fail(self, call: str, engine: str, why: str = "it is gone") -> None:
+        """That call of that engine fails from now on."""
+        error = ServiceError(Code.UNAVAILABLE, "ENGINE_UNAVAILABLE", f"Engine {engine}: {why}.")
+        self.world.faults[(call, engine)] = error
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(fleets, "_POLL_SECONDS", 0.01)
+
+
+async def test_all_engines_get_the_staged_weights(tmp_path):
+    scene = Scene(tmp_path, engines=3)
+    scene.ranks.history = ["x"] * 5
+    report = await scene.push(1)
+    assert sorted(report.committed) == ["n-0", "n-1", "n-2"]
+    assert report.bucket_count == 4 or report.bucket_count == 3
+    assert report.pause_seconds == 0.25
+    assert scene.published == [1]
+    assert set(scene.world.held.values()) == {(1, 5)}
+    assert scene.ranks.groups == set()
+    assert {"prepare", "transfer", "commit", "stage", "publish"} == report.seconds.keys()
+
+
+@pytest.mark.parametrize("call", ["prepare", "transfer", "commit"])
+async def test_one_broken_engine_does_not_stop_the_others(tmp_path, call):
+    scene = Scene(tmp_path, engines=3)
+    scene.fail(call, "n-1")
+    report = await scene.push(1)
+    assert sorted(report.committed) == ["n-0", "n-2"]
+    assert report.failed == {"n-1": "Engine n-1: it is gone."}
+    assert scene.published == [1]
+    assert [engine for engine, _ in scene.rollout.aborted] == ["n-1"]
+    assert scene.ranks.groups == set()
+
+
+async def test_engines_that_share_a_group_share_its_fate(tmp_path):
+    scene = Scene(tmp_path, engines=4, group_size=2)
+    scene.fail("transfer", "n-0")
+    report = await scene.push(1)
+    assert sorted(report.committed) == ["n-2", "n-3"]
+    assert "its weight group broke" in report.failed["n-1"]
+
+
+async def test_epochs_grow_over_updates_and_sessions(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    await scene.push(1)
+    await scene.push(2)
+    assert scene.rollout.epochs == [7_000_001, 7_000_001, 7_000_002, 7_000_002]
+
+
+async def test_nothing_is_published_when_no_engine_has_the_weights(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    scene.fail("commit", "n-0", "other bytes than were sent")
+    with pytest.raises(ServiceError, match="other bytes than were sent") as caught:
+        await scene.push(1)
+    assert caught.value.reason == "NO_ENGINE"
+    assert scene.published == []
+
+
+async def test_a_push_waits_for_an_engine_that_restarts(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    scene.world.engines["n-0"] = replace(scene.world.engines["n-0"], state=EngineState.DEAD)
+
+    async def restart() -> None:
+        await asyncio.sleep(0.05)
+        scene.world.add_engine("n-0")
+
+    task = asyncio.create_task(restart())
+    report = await scene.push(1)
+    await task
+    assert report.committed == ["n-0"]
+
+
+async def test_late_joiner_gets_the_published_version_not_a_newer_one(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    scene.fail("transfer", "n-1")
+    await scene.push(1)
+    scene.ranks.history += ["trained", "meanwhile"]
+    assert scene.world.engines["n-1"].state is EngineState.STALE
+    scene.world.faults.clear()
+    report = await scene.fleet.catch_up()
+    assert report is not None
+    assert report.committed == ["n-1"]
+    assert scene.world.held["n-1"] == (1, 0)
+    assert scene.published == [1]
+    assert await scene.fleet.catch_up() is None
+
+
+async def test_late_joiners_wait_for_the_ranks(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    await scene.push(1)
+    scene.world.add_engine("n-1")
+    background = asyncio.create_task(scene.fleet.catch_up_forever())
+    async with scene.lock:
+        await asyncio.sleep(0.1)
+        assert "n-1" not in scene.world.held
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        if "n-1" in scene.world.held:
+            break
+    background.cancel()
+    assert scene.world.held["n-1"] == (1, 0)
+
+
+async def test_a_broken_engine_is_not_asked_all_the_time(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    await scene.push(1)
+    scene.world.add_engine("n-1")
+    scene.fail("prepare", "n-1")
+    assert (await scene.fleet.catch_up()).failed.keys() == {"n-1"}
+    assert await scene.fleet.catch_up() is None, "it is left alone for a while"
+
+
+async def test_engines_that_cannot_join_are_not_asked(tmp_path):
+    scene = Scene(tmp_path, engines=4)
+    for engine_id, state in (("n-1", EngineState.STARTING), ("n-2", EngineState.DEAD), ("n-3", EngineState.DRAINING)):
+        scene.world.engines[engine_id] = replace(scene.world.engines[engine_id], state=state)
+    report = await scene.push(1)
+    assert report.committed == ["n-0"]
+    assert report.failed == {}
+
+
+async def test_an_engine_without_our_backend_is_named(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    scene.world.engines["n-1"] = replace(scene.world.engines["n-1"], backends=("nccl",))
+    report = await scene.push(1)
+    assert report.committed == ["n-0"]
+    assert "no collective backend of the trainer: it offers nccl, the trainer gloo" in report.failed["n-1"]
+
+
+async def test_engines_are_told_when_the_ranks_die(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    scene.ranks.die_in["SendBucket"] = RanksFailed(0, "Rank 0 was ended by signal 9.", answered=False)
+    with pytest.raises(RanksFailed):
+        await scene.push(1)
+    assert sorted(engine for engine, _ in scene.rollout.aborted) == ["n-0", "n-1"]
+    assert scene.published == []
+
+
+async def test_setup_is_not_needed_twice(tmp_path):
+    """The memory ranks obey the order that real ones demand."""
+    scene = Scene(tmp_path, engines=1)
+    assert (await scene.ranks.call_all(Setup("{}", "cpu"), 1.0))[0].backends == ("gloo",)
