@@ -62,11 +62,14 @@ class PromptFile:
     def __len__(self) -> int:
         return len(self.file)
 
-    def check(self, max_length: int | None) -> np.ndarray:
-        """Reads every row; mask of those whose prompt is not longer than `max_length`. Raises DATA_MALFORMED."""
+    def check(self, max_length: int | None, *, metadata_required: bool = True) -> np.ndarray:
+        """Reads every row; mask of those whose prompt is not longer than `max_length`. Raises DATA_MALFORMED.
+
+        A row may lack metadata, but a `metadata_key` that no row has is a mistake.
+        """
         keep = np.ones(len(self.file), bool)
         texts: list[str] = []
-        has_metadata = self._columns.metadata_key is None
+        has_metadata = not metadata_required or self._columns.metadata_key is None
 
         def measure(start: int) -> None:
             for index, tokens in enumerate(self._tokenizer.encode(texts)):
@@ -225,7 +228,12 @@ class JsonlLoader:
     def _load(self, run_id: str, spec: RunSpec, skipped: bytes | None) -> RunDataset:
         data = spec.data
         if data.prompt_data is None:
-            raise invalid_field("prompt_data", None, "set it to a JSONL file of prompts, one object a line")
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+                "prompt_data is not set; give it a JSONL file of prompts, one object a line.",
+                field="prompt_data",
+            )
         columns = Columns(
             data.input_key,
             data.label_key,
@@ -258,7 +266,7 @@ class JsonlLoader:
         evals = {}
         for name, path in data.eval_datasets.items():
             evals[name] = PromptFile(path, f"eval_prompt_data {name!r}", eval_columns, tokenizer)
-            evals[name].check(None)
+            evals[name].check(None, metadata_required=False)
         order = RowOrder(len(prompts), shuffle=data.rollout_shuffle, seed=data.rollout_seed)
         dataset = RunDataset(run_id, prompts, order, evals)
         dataset.set_skipped(left_out)

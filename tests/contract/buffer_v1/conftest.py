@@ -1,4 +1,8 @@
-"""One Valkey per module; a server in the test's own process and loop; a run of its own for every test."""
+"""One Valkey and one server per module, in the test process; a run of its own for every test.
+
+The tests of a module share one event loop: gRPC's poller binds to a loop, and starting and stopping servers on a
+new loop for every test makes it hang now and then.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from services.buffer.app import App
 from services.buffer.config import BufferSettings
@@ -22,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def channel(valkey_url: str) -> AsyncIterator[grpc.aio.Channel]:  # noqa: F811
     """Channel to a running buffer server."""
     app = App(BufferSettings(port=0, store_url=valkey_url, drain_seconds=0))

@@ -27,6 +27,7 @@ def write_data(directory: Path, rows: int = 20) -> tuple[Path, Path]:
     data, checkpoint = directory / "prompts.jsonl", directory / "checkpoint"
     lines = (json.dumps({"input": f"{i}+1=", "label": str(i + 1), "metadata": {"row": i}}) for i in range(rows))
     data.write_text("\n".join(lines) + "\n")
+    checkpoint.mkdir()
     write_tokenizer(checkpoint)
     return data, checkpoint
 

@@ -14,6 +14,8 @@ from services.common.convert import prompt_from_proto, sample_from_proto
 from services.common.errors import Code
 from tests.contract.buffer_v1.driver import Driver, group_ids, make_group, refusal
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 async def test_nothing_is_leased_before_the_first_weights(driver):
     await driver.create()

@@ -14,6 +14,8 @@ from services.common.channel import translate_errors
 from services.common.errors import Code
 from tests.contract.buffer_v1.driver import refusal
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 async def test_create_is_idempotent(driver):
     first, second = await driver.create(), await driver.create()
@@ -131,11 +133,12 @@ async def test_bad_rows_are_named_by_file_and_line(driver, tmp_path, line, words
     assert (await refusal(driver.call("GetRun"))).reason == "RUN_NOT_FOUND"  # nothing was started
 
 
-async def test_bad_settings_are_one_sentence_each(driver, tmp_path):
+async def test_bad_settings_are_one_sentence_each(driver, data, tmp_path):
     missing = await refusal(driver.create(data={"prompt_data": str(tmp_path / "none.jsonl")}))
     assert (missing.code, missing.reason) == (Code.NOT_FOUND, "DATA_NOT_FOUND")
     assert "prompt_data: cannot read" in missing.message
-    assert "prompt_data is None: set it" in (await refusal(driver.create(data={"prompt_data": None}))).message
+    assert "prompt_data is not set" in (await refusal(driver.create(data={"prompt_data": None}))).message
+    driver.spec["data"]["prompt_data"] = str(data[0])
     law = await refusal(driver.create(trainer={"global_batch_size": 3}))
     assert (law.reason, "batch law is violated" in law.message) == ("INVALID_FIELD", True)
     del driver.spec["trainer"]["global_batch_size"]
