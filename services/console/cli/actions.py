@@ -16,7 +16,7 @@ from services.common.errors import Code, ServiceError
 from services.common.run_spec import RunSpec
 from services.common.settings import SettingsError
 from services.console.adapters.clients import Clients
-from services.console.cli.look import Source, pick_run, state_name
+from services.console.cli.look import Source, pick_run, printable, state_name
 from services.console.state import StateDir
 
 _STOP_SECONDS = 600.0
@@ -110,7 +110,7 @@ def _result_table(result: rollout_pb.EvaluateResult) -> Table:
     table.add_row("weights", f"{versions}, {result.seconds:.1f} s")
     for sample in list(result.examples)[:_EXAMPLES]:
         reward = f"{sample.reward:.2f}" if sample.HasField("reward") else "unscored"
-        table.add_row("example", Text(f"[{reward}] {sample.response.strip()}"))
+        table.add_row("example", Text(f"[{reward}] {printable(sample.response)}"))
     return table
 
 

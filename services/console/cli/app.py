@@ -159,7 +159,9 @@ def stop(
 def _console():
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    # In a pipe or a log there is no width to fit; 80 columns would cut every line in two.
+    return console if console.is_terminal else Console(highlight=False, width=140)
 
 
 def _end(code: int) -> None:

@@ -237,9 +237,9 @@ def _group_panel(answer: buffer_pb.GetGroupResponse) -> Panel:
     body = Table.grid(padding=(0, 2))
     body.add_column(style="bright_black", min_width=9)
     body.add_column(overflow="fold")
-    body.add_row("prompt", Text(prompt.text.strip()))
+    body.add_row("prompt", Text(printable(prompt.text)))
     if prompt.label:
-        body.add_row("label", Text(prompt.label))
+        body.add_row("label", Text(printable(prompt.label)))
     for sample in answer.group.samples:
         body.add_row(*_sample_row(sample))
     if not answer.group.samples:
@@ -252,13 +252,18 @@ def _group_panel(answer: buffer_pb.GetGroupResponse) -> Panel:
     return Panel(body, title=title, title_align="left", border_style="bright_black")
 
 
+def printable(text: str) -> str:
+    """Text of a model without what would steer the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in text.strip())
+
+
 def _sample_row(sample: sample_pb2.Sample) -> tuple[Text, Text]:
     """Reward, and the response with what is unusual about it."""
     if sample.HasField("reward"):
         label = Text(f"{sample.reward:.3f}", style="green" if sample.reward > 0 else "red")
     else:
         label = Text("unscored", style="yellow")
-    text = Text(sample.response.strip() or "(empty)")
+    text = Text(printable(sample.response) or "(empty)")
     status = sample_pb2.SampleStatus.Name(sample.status).removeprefix("SAMPLE_STATUS_").lower()
     facts = [status] if status != "completed" else []
     facts += [f"{sample.turn_count} turns"] if sample.turn_count > 1 else []

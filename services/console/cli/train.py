@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from tetrarch.buffer.v1 import buffer_service_pb2 as buffer_pb
 from tetrarch.buffer.v1 import run_pb2
 from tetrarch.trainer.v1 import trainer_service_pb2 as trainer_pb
 
@@ -75,30 +74,35 @@ def show_spec(spec: RunSpec, console: Console) -> None:
     console.print(table)
 
 
-async def _train(spec: RunSpec, tokens: Sequence[str], options: TrainOptions, console: Console) -> int:
-    directory = Path(spec.directory)
-    created: list[buffer_pb.CreateRunResponse] = []
+class _Finished(Exception):
+    """There is nothing left to do in this run."""
 
+
+async def _train(spec: RunSpec, tokens: Sequence[str], options: TrainOptions, console: Console) -> int:
     async def prepare(buffer: str, own: bool) -> None:
         async with Clients(buffer, None) as clients:
-            created.append(await clients.create_run(spec.run_id, spec.model_dump_json()))
+            answer = await clients.create_run(spec.run_id, spec.model_dump_json())
+            if answer.run.state == run_pb2.RUN_STATE_FINISHED:
+                raise _Finished
+            if answer.skipped_row_count:
+                rows = f"{answer.skipped_row_count} rows are longer than rollout_max_prompt_len and left out"
+                console.print(f"{rows}; {answer.row_count} are used.")
             if own:
                 await _set_others_aside(clients, spec.run_id, console)
 
     services = services_for_run(spec, StateDir(options.state_dir), console, prepare)
-    async with services as place, Clients(place.addresses["buffer"], place.addresses["trainer"]) as clients:
-        _store(spec, directory)
-        if created[0].run.state == run_pb2.RUN_STATE_FINISHED:
-            console.print(
-                f"Run {spec.run_id} is finished: all {spec.rollout.num_rollout} steps are done. Give a larger"
-                " --num-rollout to go on, or another --run-id to start anew."
-            )
-            show_summary(console, spec.run_id, directory, load_history(directory))
-            return SUCCESS
-        if created[0].skipped_row_count:
-            console.print(f"{created[0].skipped_row_count} rows are longer than rollout_max_prompt_len and left out.")
-        await clients.start_run(spec.run_id)
-        code = await _follow(clients, spec, options, place, console)
+    try:
+        async with services as place, Clients(place.addresses["buffer"], place.addresses["trainer"]) as clients:
+            _store(spec)
+            await clients.start_run(spec.run_id)
+            code = await _follow(clients, spec, options, place, console)
+    except _Finished:
+        console.print(
+            f"Run {spec.run_id} is finished: all {spec.rollout.num_rollout} steps are done. Give a larger --num-rollout"
+            " to go on, or another --run-id to start anew."
+        )
+        show_summary(console, spec.run_id, Path(spec.directory), load_history(spec.directory))
+        return SUCCESS
     if code == INTERRUPTED:
         command = shlex.join(["tetrarch", "train", *tokens])
         console.print(f"Run the same command to go on from the last checkpoint: {command}", soft_wrap=True)
@@ -113,8 +117,9 @@ async def _set_others_aside(clients: Clients, run_id: str, console: Console) -> 
             console.print(f"Run {run.run_id} was interrupted earlier; its own command goes on with it.")
 
 
-def _store(spec: RunSpec, directory: Path) -> None:
+def _store(spec: RunSpec) -> None:
     """Keeps the resolved form with the run."""
+    directory = Path(spec.directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "run.yaml").write_text(to_yaml(spec), encoding="utf-8")
 
