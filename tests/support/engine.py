@@ -161,13 +161,21 @@ def start_engine(kind: str, checkpoint: Path, directory: Path, **spec_options) -
         )
     engine = EngineProcess(kind, checkpoint, port, spec, process, log_path)
     begun = time.monotonic()
-    while not _healthy(port):
-        if process.poll() is not None or time.monotonic() - begun > launch.start_seconds:
-            engine.stop()
-            raise RuntimeError(f"{kind} engine did not start:\n{log_path.read_text(errors='replace')[-3000:]}")
-        time.sleep(0.1)
+    try:
+        _wait_until_healthy(engine, begun + launch.start_seconds)
+    except BaseException:
+        engine.stop()
+        raise
     engine.start_seconds = time.monotonic() - begun
     return engine
+
+
+def _wait_until_healthy(engine: EngineProcess, deadline: float) -> None:
+    while not _healthy(engine.port):
+        if engine.process.poll() is not None or time.monotonic() > deadline:
+            tail = engine.log_path.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"{engine.kind} engine did not start:\n{tail}")
+        time.sleep(0.2)
 
 
 def _healthy(port: int) -> bool:

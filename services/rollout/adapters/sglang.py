@@ -198,10 +198,25 @@ class SGLangEngine:
     async def checksum_rules(self, specs: Sequence[TensorSpec]) -> list[ChecksumRule]:
         if not self.checksum_algorithm:
             return []
+        await self._check_dtypes(specs)
         tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
         rules = match_tensors(list(await self.checksums()), [spec.name for spec in specs], tied=tied)
         by_name = {spec.name: spec for spec in specs}
         return [replace(rule, padding_bytes=_padding(by_name[rule.source_names[0]])) for rule in rules]
+
+    async def _check_dtypes(self, specs: Sequence[TensorSpec]) -> None:
+        """An engine converts what it loads to its own dtype, and would then hold other bytes than were sent."""
+        said = await self._client.expect("GET", "/server_info", timeout=CONTROL_SECONDS)
+        dtype, sent = said.get("dtype", "auto"), {spec.dtype for spec in specs}
+        if dtype != "auto" and sent and dtype not in sent:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "DTYPE_MISMATCH",
+                f"The update is sent as {', '.join(sorted(sent))}, but the engine at {self.url} holds {dtype}: set "
+                "sglang.dtype to the trainer's dtype (float32, or bfloat16 with bf16).",
+                url=self.url,
+                engine_dtype=dtype,
+            )
 
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})

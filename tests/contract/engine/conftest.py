@@ -6,6 +6,9 @@ to KINDS.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
 from tests.support.engine import EngineProcess, start_engine, write_checkpoint
@@ -21,13 +24,33 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture(scope="session", params=KINDS)
-def engine_process(request, checkpoint, tmp_path_factory) -> EngineProcess:
-    """A running engine of each kind."""
+def pytest_collection_modifyitems(items):
+    """The first test of a kind waits for its engine, which on a busy machine takes a minute."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def starting(request, checkpoint, tmp_path_factory):
+    """Futures of the engines that this session's tests need, all starting at once."""
+    wanted = {item.callspec.params.get("engine_process") for item in request.session.items if hasattr(item, "callspec")}
     directory = tmp_path_factory.mktemp("engine")
-    process = start_engine(request.param, checkpoint, directory, group_timeout=GROUP_SECONDS, simulated=SIMULATED)
-    yield process
-    process.stop()
+    options = {"group_timeout": GROUP_SECONDS, "simulated": SIMULATED}
+    with ThreadPoolExecutor() as pool:
+        futures = {
+            kind: pool.submit(start_engine, kind, checkpoint, directory, **options) for kind in KINDS if kind in wanted
+        }
+        yield futures
+    for future in futures.values():
+        if not future.exception():
+            future.result().stop()
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def engine_process(request, starting) -> EngineProcess:
+    """A running engine of each kind."""
+    return starting[request.param].result()
 
 
 @pytest.fixture
