@@ -11,10 +11,15 @@ import numpy as np
 
 from services.common.errors import Code, ServiceError
 from services.common.records import Prompt, Sample, SampleStatus, SamplingParams
+from services.common.telemetry import get_logger
 from services.rollout.core.makers import RolloutMaker
 from services.rollout.core.ports import PromptBuffer
 
+log = get_logger(__name__)
+
 _MAX_EXAMPLES = 64
+_ATTEMPTS = 3
+"""Generations of one prompt before the evaluation fails with its error."""
 _READY_SECONDS = 30.0
 """How long an evaluation waits for engines at the version it asks for."""
 
@@ -121,8 +126,17 @@ class Evaluation:
 
     async def _one(self, prompt: Prompt) -> list[Sample]:
         async with self._slots:
-            samples = await self._maker.samples(prompt, self._sampling, self._sample_count)
-            return await self._maker.score(prompt, samples)
+            return await self._maker.score(prompt, await self._samples(prompt, _ATTEMPTS))
+
+    async def _samples(self, prompt: Prompt, attempts: int) -> list[Sample]:
+        while True:
+            attempts -= 1
+            try:
+                return await self._maker.samples(prompt, self._sampling, self._sample_count)
+            except ServiceError as error:
+                if not attempts or error.code is Code.INVALID_ARGUMENT:
+                    raise
+                log.warning("an evaluation prompt is tried again", prompt=prompt.group_id, error=str(error))
 
     def _summary(self, samples: list[Sample], seconds: float) -> EvaluationResult:
         rewards = [sample.reward for sample in samples if sample.reward is not None]

@@ -173,7 +173,9 @@ class GenerationLoop:
     async def _release(self, lease_ids: Sequence[str], reason: str = "") -> None:
         try:
             await self._buffer.release_leases(self._run.run_id, lease_ids, reason)
-        except ServiceError as error:  # they expire by themselves
+        except ServiceError as error:  # they expire by themselves, or end with their run
+            if error.reason == "RUN_FINISHED":
+                return
             log.warning("leases were not released", count=len(lease_ids), error=str(error))
 
     async def _put(self, groups: list[tuple[str, Group]]) -> list[PutResult]:

@@ -26,6 +26,8 @@ _MAX_BACKOFF = 30.0
 _STABLE_SECONDS = 60.0
 """An engine that lived this long starts over with the shortest pause."""
 _START_POLL = 0.25
+_MAX_FAILED_CHECKS = 3
+"""A busy machine may let one check time out; an engine whose process ended is noticed without any check."""
 _PERMANENT = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
 
 
@@ -134,7 +136,7 @@ class Supervisor:
                     continue
                 failures += 1
                 await self._fleet.unroute(slot)
-                if failures >= 2:
+                if failures >= _MAX_FAILED_CHECKS:
                     return f"it failed {failures} health checks of {self._settings.health_timeout:.0f} s"
         finally:
             ended.cancel()

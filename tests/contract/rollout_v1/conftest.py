@@ -159,7 +159,7 @@ class Client:
                 **(rollout or {}),
             },
             "reward": reward or {},
-            "trainer": {"update_timeout": 20, **(trainer or {})},
+            "trainer": {"update_timeout": 40, **(trainer or {})},
         }
         await self.buffer.CreateRun(buffer_pb2.CreateRunRequest(run_id=self.run_id, spec_json=json.dumps(spec)))
         begun = await self.buffer.BeginSession(buffer_pb2.BeginSessionRequest(run_id=self.run_id, caller="test"))

@@ -22,7 +22,8 @@ STALE, READY, UPDATING = (
     engine_pb2.ENGINE_STATE_READY,
     engine_pb2.ENGINE_STATE_UPDATING,
 )
-SLOW = {"simulated": {"tokens_per_second": 40, "response_len_spread": 0}}
+FLEET = {"rollout_num_gpus": 2, "simulated": {"tokens_per_second": 40, "response_len_spread": 0}}
+"""All tests share two engines, started once; most update only the first, so that it alone decides who is served."""
 
 
 async def refused(call) -> str:
@@ -31,6 +32,12 @@ async def refused(call) -> str:
         await call
     error = service_error(caught.value)
     return f"{error.reason}: {error}"
+
+
+async def first_engine(client, **trainer) -> engine_pb2.Engine:
+    """Engine 0 of a new run, STALE."""
+    await client.create_run(rollout=FLEET, trainer=trainer)
+    return (await client.engines(STALE, 2))[0]
 
 
 async def state_of(client, index: int = 0) -> int:
@@ -48,8 +55,7 @@ async def served(client) -> bool:
 
 
 async def test_prepare_fences_and_checks_before_it_joins(client):
-    await client.create_run()
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client)
     update = new_update(client, engine, 1)
     prepare = client.weights.PrepareUpdate
     assert "ENGINE_NOT_FOUND" in await refused(prepare(update.prepare_request(engine_id="node-7")))
@@ -68,8 +74,7 @@ async def test_prepare_fences_and_checks_before_it_joins(client):
 
 
 async def test_a_commit_can_be_repeated(client):
-    await client.create_run()
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client)
     update = new_update(client, engine, 1)
     await update.prepare()
     await update.send(3)
@@ -79,8 +84,7 @@ async def test_a_commit_can_be_repeated(client):
 
 
 async def test_every_token_knows_its_version_when_weights_change_in_mid_answer(client):
-    await client.create_run(rollout=SLOW, trainer={"max_staleness": 1})
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client, max_staleness=1)
     await push(client, engine, 1)
     await client.publish(1)
 
@@ -99,8 +103,7 @@ async def test_every_token_knows_its_version_when_weights_change_in_mid_answer(c
 
 
 async def test_a_mismatch_names_the_tensor_and_takes_the_engine_out(client):
-    await client.create_run()
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client)
     await push(client, engine, 1)
     assert await served(client)
     update = new_update(client, engine, 2)
@@ -110,7 +113,7 @@ async def test_a_mismatch_names_the_tensor_and_takes_the_engine_out(client):
     sentence = await refused(update.commit(corrupt=name))
     assert sentence.startswith("CHECKSUM_MISMATCH")
     assert name in sentence
-    (engine,) = await client.engines(STALE)
+    engine = (await client.engines(STALE, 2))[0]
     assert engine.weight_version == 0
     assert not await served(client)
     await push(client, engine, 3)
@@ -119,8 +122,7 @@ async def test_a_mismatch_names_the_tensor_and_takes_the_engine_out(client):
 
 
 async def test_an_abort_before_the_first_bucket_leaves_the_engine_ready(client):
-    await client.create_run()
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client)
     await push(client, engine, 1)
     update = new_update(client, engine, 2)
     await update.prepare()
@@ -134,23 +136,21 @@ async def test_an_abort_before_the_first_bucket_leaves_the_engine_ready(client):
 
 
 async def test_an_abort_after_a_bucket_leaves_the_engine_stale(client):
-    await client.create_run()
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client)
     await push(client, engine, 1)
     update = new_update(client, engine, 2)
     await update.prepare()
     await update.send(only=0)
     assert await state_of(client) == UPDATING
     await update.abort()
-    (engine,) = await client.engines(STALE)
+    engine = (await client.engines(STALE, 2))[0]
     assert not await served(client)
     await push(client, engine, 2)
     assert await served(client)
 
 
 async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update(client):
-    await client.create_run(trainer={"update_timeout": 1.5})
-    (engine,) = await client.engines(STALE)
+    engine = await first_engine(client, update_timeout=1.5)
     await push(client, engine, 1)
     silent = new_update(client, engine, 2)
     await silent.prepare()
@@ -159,14 +159,14 @@ async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update
     silent.rank.leave()
     await newer.send(only=0)
     assert await state_of(client) == UPDATING
-    (engine,) = await client.engines(STALE, seconds=10)  # nothing more came
+    engine = (await client.engines(STALE, 2, seconds=10))[0]  # nothing more came
     newer.rank.leave()
     await push(client, engine, 3)
     assert await served(client)
 
 
 async def test_a_killed_engine_costs_the_others_nothing_and_comes_back(client):
-    await client.create_run(rollout={"rollout_num_gpus": 2, **SLOW}, trainer={"max_staleness": 3})
+    await client.create_run(rollout=FLEET, trainer={"max_staleness": 3})
     engines = await client.engines(STALE, 2)
     for engine in engines:
         await push(client, engine, 1)
@@ -196,7 +196,7 @@ async def test_a_killed_engine_costs_the_others_nothing_and_comes_back(client):
 
 
 async def test_an_engine_killed_in_a_transfer_fails_that_update_alone(client):
-    await client.create_run(rollout={"rollout_num_gpus": 2, **SLOW})
+    await client.create_run(rollout=FLEET)
     engines = await client.engines(STALE, 2)
     await push(client, engines[1], 1)
     update = new_update(client, engines[0], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from tetrarch.common.v1 import tensor_pb2
 from tetrarch.rollout.v1 import weight_service_pb2 as pb2
 
-from tests.contract.rollout_v1.rank_zero import RankZero, checksum
+from tests.support.engine import TrainerSide, tensor_bytes
 
 
 @dataclass
@@ -22,11 +23,11 @@ class Update:
     epoch: int
     version: int
     tensors: dict[str, torch.Tensor]
-    rank: RankZero = field(init=False)
+    rank: TrainerSide = field(init=False)
     rules: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rank = RankZero(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
+        self.rank = TrainerSide(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
 
     def prepare_request(self, **changes) -> pb2.PrepareUpdateRequest:
         values = {
@@ -35,10 +36,10 @@ class Update:
             "incarnation": self.engine.incarnation,
             "update_epoch": self.epoch,
             "version": self.version,
-            "group_name": self.rank.name,
+            "group_name": self.rank.spec.name,
             "backend": "gloo",
             "master_address": "127.0.0.1",
-            "master_port": self.rank.port,
+            "master_port": self.rank.spec.master_port,
             "world_size": 2,
             "rank_offset": 1,
             "torch_version": torch.__version__,
@@ -48,7 +49,8 @@ class Update:
 
     async def prepare(self) -> None:
         answer, _ = await asyncio.gather(
-            self.client.weights.PrepareUpdate(self.prepare_request(), timeout=20), self.rank.join()
+            self.client.weights.PrepareUpdate(self.prepare_request(), timeout=20),
+            asyncio.to_thread(self.rank.join, 10.0),
         )
         assert answer.checksum_algorithm == "sha256-64"
         self.rules = list(answer.checksum_rules)
@@ -68,12 +70,16 @@ class Update:
             )
             answer, _ = await asyncio.gather(
                 self.client.weights.TransferBucket(request, timeout=20),
-                self.rank.broadcast([tensor for _, tensor in part]),
+                asyncio.to_thread(self.rank.send, dict(part)),
             )
             assert answer.received_bytes == sum(tensor.nbytes for _, tensor in part)
 
+    def _checksum(self, rule) -> str:
+        data = b"".join(tensor_bytes(self.tensors[name]) for name in rule.source_names)
+        return hashlib.sha256(data + bytes(rule.padding_bytes)).hexdigest()[:16]
+
     def commit_request(self, *, corrupt: str = "") -> pb2.CommitUpdateRequest:
-        sums = {rule.engine_name: checksum(*(self.tensors[name] for name in rule.source_names), bytes(rule.padding_bytes)) for rule in self.rules}
+        sums = {rule.engine_name: self._checksum(rule) for rule in self.rules}
         if corrupt:
             sums[corrupt] = "0" * 16
         return pb2.CommitUpdateRequest(

@@ -51,7 +51,7 @@ async def running(loop):
 
 async def until(condition, seconds=5.0):
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition is a state of the code under test
+        while not condition():
             await asyncio.sleep(0.01)
 
 
