@@ -10,7 +10,7 @@ from services.common.settings import ServiceSettings
 class BufferSettings(ServiceSettings):
     """A buffer server keeps no state: any number of them may share one store."""
 
-    port: int = Field(default=50053, ge=0, le=65535)
+    port: int = Field(default=50051, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     store_url: str = "redis://127.0.0.1:6379"
     """Redis or Valkey server: redis://, rediss:// (TLS) or unix://."""

@@ -60,7 +60,7 @@ class JsonlFile:
         try:
             with self.path.open("rb", buffering=1 << 20) as file:
                 for line, raw in enumerate(file):
-                    if len(raw) > 2 or raw.strip():
+                    if not raw.isspace():
                         offsets.append(offset)
                         lines.append(line)
                     offset += len(raw)
@@ -100,11 +100,11 @@ class JsonlFile:
 
     def _parse(self, raw: bytes, line: int) -> dict[str, Any]:
         try:
-            row = json.loads(raw)
+            row = json.loads(raw.rstrip())
         except UnicodeDecodeError as error:
             raise malformed(self.path, line + 1, "not valid UTF-8") from error
-        except ValueError as error:
-            raise malformed(self.path, line + 1, f"not valid JSON ({error})") from error
+        except json.JSONDecodeError as error:
+            raise malformed(self.path, line + 1, f"not valid JSON ({error.msg} at column {error.colno})") from error
         if not isinstance(row, dict):
             raise malformed(self.path, line + 1, f"expected a JSON object, found {type(row).__name__}")
         return row

@@ -34,7 +34,8 @@ class RowOrder:
         known = self._permutations.get(epoch)
         if known is None:
             # Philox is counter-based and its stream is fixed by numpy's compatibility policy.
-            generator = np.random.Generator(np.random.Philox(key=[self._seed % 2**64, epoch]))
+            key = np.array([self._seed % 2**64, epoch], np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=key))
             known = np.argsort(generator.random(self.row_count), kind="stable").astype(np.int32)
             self._permutations[epoch] = known
             while len(self._permutations) > _KEPT_EPOCHS:
