@@ -10,9 +10,9 @@ from services.common.settings import ServiceSettings
 class TrainerServiceSettings(ServiceSettings):
     """The trainer; everything about a run comes from the buffer."""
 
-    port: int = Field(default=50051, ge=0, le=65535)
+    port: int = Field(default=50052, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
-    buffer_address: str = "127.0.0.1:50053"
+    buffer_address: str = "127.0.0.1:50051"
     """host:port of the buffer; ranks fetch their samples there too."""
     resume_active: bool = False
     """Resume the newest active run of the buffer at the start of this process."""

@@ -54,6 +54,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         while True:
             # A run started again after its end has a new history of the same numbering.
             progress = self._controller.progress(progress.run_id)
+            change = progress.next_change  # before what is sent is read: sending takes time
             events = progress.events[seen : seen + _EVENTS_PER_MESSAGE]
             more = len(progress.events) > seen + len(events)
             ended = progress.ended and not more
@@ -62,7 +63,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             if ended:
                 return
             if not more:
-                await progress.wait_change(_BEAT_SECONDS)
+                await progress.wait_change(_BEAT_SECONDS, change)
 
     async def ExportModel(self, request: trainer_service_pb2.ExportModelRequest, context: grpc.aio.ServicerContext):
         """See the contract."""

@@ -281,11 +281,11 @@ class MemoryRanks:
         finally:
             self.busy = False
 
-    def _Setup(self, command: commands.Setup) -> commands.SetupResult:  # noqa: N802
+    def _Setup(self, command: commands.Setup) -> commands.SetupResult:
         self.history = []
         return commands.SetupResult("2.13", "", ("gloo",), {}, 14, 1, 0, 1, 0.0)
 
-    def _Load(self, command: commands.Load) -> commands.LoadResult:  # noqa: N802
+    def _Load(self, command: commands.Load) -> commands.LoadResult:
         if command.path not in self.world.files:
             self.failure = RanksFailed(0, f"Rank 0 failed in Load: {command.path} is not there.", answered=True)
             raise self.failure
@@ -293,14 +293,14 @@ class MemoryRanks:
         self.history = copy.copy(history)
         return commands.LoadResult(self.steps, self.steps)
 
-    def _TrainStep(self, command: commands.TrainStep) -> commands.TrainResult:  # noqa: N802
+    def _TrainStep(self, command: commands.TrainStep) -> commands.TrainResult:
         assert command.step == self.steps, "steps follow each other"
         assert self.history is not None
         self.history += command.plan.sample_ids(0)
         self.steps += 1
         return commands.TrainResult({"loss": 0.5, "total_tokens": 32.0}, {"total": 0.01, "fetch": 0.002})
 
-    def _SaveCheckpoint(self, command: commands.SaveCheckpoint) -> commands.SaveResult:  # noqa: N802
+    def _SaveCheckpoint(self, command: commands.SaveCheckpoint) -> commands.SaveResult:
         assert command.step_count == self.steps
         path = f"{command.path}/step_{command.step_count:06d}"
         self.world.files[path] = (self.steps, list(self.history or []))
@@ -308,25 +308,25 @@ class MemoryRanks:
         self.world.latest[command.path] = path
         return commands.SaveResult(path, 0.01)
 
-    def _ExportHf(self, command: commands.ExportHf) -> commands.ExportResult:  # noqa: N802
+    def _ExportHf(self, command: commands.ExportHf) -> commands.ExportResult:
         return commands.ExportResult(command.path, 56)
 
-    def _StageWeights(self, command: commands.StageWeights) -> Any:  # noqa: N802
+    def _StageWeights(self, command: commands.StageWeights) -> Any:
         self.staged = list(self.history or [])
         return plan_buckets(WEIGHTS, 16)
 
-    def _Checksums(self, command: commands.Checksums) -> dict[str, str]:  # noqa: N802
+    def _Checksums(self, command: commands.Checksums) -> dict[str, str]:
         return {name: f"sum of {len(self.staged or [])}" for name in command.rules}
 
-    def _JoinGroups(self, command: commands.JoinGroups) -> dict[str, str | None]:  # noqa: N802
+    def _JoinGroups(self, command: commands.JoinGroups) -> dict[str, str | None]:
         self.groups |= {group.name for group in command.groups}
         return {group.name: None for group in command.groups}
 
-    def _SendBucket(self, command: commands.SendBucket) -> dict[str, str | None]:  # noqa: N802
+    def _SendBucket(self, command: commands.SendBucket) -> dict[str, str | None]:
         assert set(command.group_names) <= self.groups, "a bucket goes to groups that were joined"
         return dict.fromkeys(command.group_names)
 
-    def _LeaveGroups(self, command: commands.LeaveGroups) -> None:  # noqa: N802
+    def _LeaveGroups(self, command: commands.LeaveGroups) -> None:
         self.groups -= set(command.group_names)
 
 

@@ -77,7 +77,12 @@ class Progress:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def wait_change(self, timeout: float) -> None:
-        """Returns at the next change, or after `timeout` seconds."""
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set at the first change after this was read."""
+        return self._changed
+
+    async def wait_change(self, timeout: float, change: asyncio.Event | None = None) -> None:
+        """Returns at `change` (the next one when not given), or after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+            await asyncio.wait_for((change or self._changed).wait(), timeout)
