@@ -39,8 +39,9 @@ def show_summary(console: Console, run_id: str, directory: Path, history: Histor
     if steps:
         total = sum(step.get("total_seconds", 0.0) for step in steps)
         table.add_row("steps", f"{len(steps)} in {duration(total)}, {duration(total / len(steps))} each")
-        split = "   ".join(f"{part.name} {duration(part.seconds)} ({part.share:.0%})" for part in time_split(steps))
-        table.add_row("time", split)
+        split = [f"{part.name} {duration(part.seconds)} ({part.share:.0%})" for part in time_split(steps)]
+        # Hard spaces, so that lines break between parts.
+        table.add_row("time", "   ".join(text.replace(" ", "\u00a0") for text in split))
         table.add_row(
             "overhead", f"{overhead_share(steps):.1%} of the time is neither generation, training nor transfer"
         )

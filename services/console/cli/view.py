@@ -47,7 +47,8 @@ def _legend(parts: list[Part], least: float = 0.01) -> Text:
     for part in parts:
         if part.share >= least:
             text.append("■ ", style=_COLORS.get(part.name, "bright_black"))
-            text.append(f"{part.name} {part.share:.0%}   ")
+            # Hard spaces, so that lines break between parts.
+            text.append(f"{part.name} {part.share:.0%}".replace(" ", "\u00a0") + "   ")
     return text
 
 

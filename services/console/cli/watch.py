@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
+import termios
 import time
 from collections.abc import Iterator
 
@@ -155,9 +157,8 @@ class Watcher:
         if self._plain:
             yield None
             return
-        with Live(
-            render(self._watched), console=self._console, auto_refresh=False, vertical_overflow="ellipsis"
-        ) as live:
+        live = Live(render(self._watched), console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
+        with _no_control_echo(), live:
             yield live
 
     async def _refresh(self, live: Live) -> None:
@@ -202,6 +203,23 @@ class Watcher:
             for task in (stopping, again):
                 task.cancel()
             await asyncio.gather(stopping, again, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _no_control_echo() -> Iterator[None]:
+    """The terminal's own "^C" would move the cursor away from the panel."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (OSError, ValueError, termios.error):  # no terminal at the input
+        yield
+        return
+    quiet = [*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 GROUP_STATES = ("pending", "leased", "ready", "reserved", "consumed", "evicted")
