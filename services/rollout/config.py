@@ -10,9 +10,9 @@ from services.common.settings import ServiceSettings
 class RolloutNodeSettings(ServiceSettings):
     """A rollout node; everything about a run comes from the buffer."""
 
-    port: int = Field(default=50052, ge=0, le=65535)
+    port: int = Field(default=50053, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
-    buffer_address: str = "127.0.0.1:50053"
+    buffer_address: str = "127.0.0.1:50051"
     """host:port of the buffer."""
     reward_address: str = "127.0.0.1:50054"
     """host:port of the reward service."""

@@ -1,0 +1,1 @@
+"""Commands that measure: `python -m benchmarks.NAME [--json FILE]` prints every figure beside its bar and fails below it."""

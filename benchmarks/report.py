@@ -1,0 +1,61 @@
+"""How a benchmark tells its result: a table of figures beside their bars, a JSON file, an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+_COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value. `bar` is "<= 600", ">= 0.9", "== 0" or empty when the value is only reported."""
+
+    name: str
+    value: float
+    unit: str = ""
+    bar: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True when the value meets its bar, or has none."""
+        if not self.bar:
+            return True
+        sign, limit = self.bar.split()
+        return _COMPARE[sign](self.value, float(limit))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Arguments every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, help="write the figures to this file too")
+    return made
+
+
+def finish(name: str, figures: list[Figure], json_file: Path | None, **context: object) -> int:
+    """Prints and writes the figures; returns the exit status."""
+    table = Table(title=name)
+    for column in ("figure", "value", "bar", ""):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for figure in figures:
+        verdict = "" if not figure.bar else "ok" if figure.passed else "[red]FALLS SHORT[/red]"
+        table.add_row(figure.name, f"{figure.value:.6g} {figure.unit}".strip(), figure.bar, verdict)
+    Console(width=120).print(table)
+    if json_file:
+        machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+        rows = [asdict(figure) | {"passed": figure.passed} for figure in figures]
+        content = {"benchmark": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine}
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(content | {"figures": rows, "context": context}, indent=1) + "\n")
+    return 0 if all(figure.passed for figure in figures) else 1
