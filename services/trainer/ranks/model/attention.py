@@ -1,6 +1,7 @@
 """Causal attention over packed sequences, without TransformerEngine: a `core_attention` for megatron's layer specs.
 
-Megatron's own local attention refuses packed batches. This one handles grouped query heads, tensor parallelism
+Megatron's own local attention refuses packed batches, and its rotary code loops over the segments in every layer. This
+one rotates queries and keys itself, and handles grouped query heads, tensor parallelism
 (each rank has its own heads) and packs laid out by `PackLayout`; no dropout, no sliding window, no context
 parallelism.
 
@@ -26,12 +27,14 @@ except ImportError:  # torch before 2.10
 
 
 class PackedAttention(MegatronModule):
-    """softmax(q kᵀ / √d) v within every segment of a pack.
+    """softmax(R(q) R(k)ᵀ / √d) v within every segment of a pack, R being the rotation by position.
 
     Query [t, heads, d], key and value [t, kv_heads, d] (this rank's heads) → [t, heads · d].
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_) -> None:
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, inverse_frequencies, softmax_scale=None, **_
+    ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError("packed attention has no dropout; set attention_dropout to 0")
@@ -39,6 +42,9 @@ class PackedAttention(MegatronModule):
             raise ValueError("packed attention does not split sequences; set context_parallel_size to 1")
         del layer_number, attn_mask_type, attention_type
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32, device=torch.cuda.current_device())
+        # A plain attribute: buffers of a half-precision model would be rounded with it.
+        self._inverse_frequencies = frequencies
 
     def forward(
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -46,6 +52,8 @@ class PackedAttention(MegatronModule):
         """See the class; masks are ignored: attention is causal by segment."""
         if not isinstance(packed_seq_params, PackLayout):
             raise TypeError("packed attention needs a PackLayout as packed_seq_params")
+        rotation = packed_seq_params.rotation(self._inverse_frequencies, query.dtype)
+        query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
         half = query.dtype in (torch.bfloat16, torch.float16)
         if query.is_cuda and half and varlen_attn is not None:
             out = self._variable_length(query, key, value, packed_seq_params)
@@ -88,27 +96,29 @@ class PackedAttention(MegatronModule):
         return {}
 
 
-class PackedRotary(torch.nn.Module):
-    """Rotary angles of every token of a pack, by its position in its own segment.
+class _Rotate(torch.autograd.Function):
+    """Rotates channel i with channel i + d/2 by the angle of position and i; backward is the opposite rotation.
 
-    Stands in for megatron's rotary embedding: the "sequence length" it computes is the layout itself.
+    x [t, heads, d]; cos, sin [t, 1, d/2]. Formula: Su et al., RoFormer (2021), eq. 34, halves instead of pairs.
     """
 
-    def __init__(self, inverse_frequencies: list[float], device: torch.device) -> None:
-        super().__init__()
-        self.inverse_frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32, device=device)
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
 
-    def get_rotary_seq_len(self, *args, packed_seq_params: PackLayout | None = None, **_):
-        """The layout, which `forward` takes."""
-        layout = packed_seq_params if packed_seq_params is not None else args[-1]
-        if not isinstance(layout, PackLayout):
-            raise TypeError("packed rotary positions need a PackLayout as packed_seq_params")
-        return layout
+    @staticmethod
+    def backward(ctx, grad):
+        return _rotate(grad, *ctx.saved_tensors, -1), None, None
 
-    def forward(self, layout: PackLayout, **_):
-        """float32 [t, 1, 1, head_dim]."""
-        angles = layout.positions.float()[:, None] * self.inverse_frequencies
-        return torch.cat((angles, angles), dim=-1)[:, None, None]
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    return out
 
 
 class RmsNorm(torch.nn.RMSNorm):

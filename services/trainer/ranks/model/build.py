@@ -1,8 +1,7 @@
 """Builds megatron-core's GPTModel for a Hugging Face configuration.
 
-Megatron's local layer spec (no TransformerEngine) with two modules swapped: packed attention, and RMS norms that know
-sequence parallelism. The rotary module is replaced by one that understands packs. With tensor parallelism the
-sequence is split too.
+Megatron's local layer spec (no TransformerEngine) with two modules swapped: packed attention, which also does the
+rotary positions, and RMS norms that know sequence parallelism. With tensor parallelism the sequence is split too.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from services.common.errors import Code, ServiceError
-from services.trainer.ranks.model.attention import PackedAttention, PackedRotary, RmsNorm
+from services.trainer.ranks.model.attention import PackedAttention, RmsNorm
 from services.trainer.ranks.model.hf_config import HfConfig, inverse_frequencies
 
 
@@ -85,7 +84,7 @@ def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -
     """The model with random weights on `device`; fill it with `hf_weights.load_weights`."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"inverse_frequencies": inverse_frequencies(hf)})
     for owner, names in (
         (layer, ("input_layernorm", "pre_mlp_layernorm")),
         (attention, ("q_layernorm", "k_layernorm")),
@@ -98,9 +97,7 @@ def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -
         TransformerBlockSubmodules(layer_specs=[spec] * hf.layers, layer_norm=RmsNorm),
         vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_positions,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # attention rotates by itself
         share_embeddings_and_output_weights=hf.tied,
     )
-    assert all(isinstance(block, TransformerLayer) for block in model.decoder.layers)
-    model.rotary_pos_emb = PackedRotary(inverse_frequencies(hf), device)
     return model.to(device)

@@ -1,8 +1,7 @@
 """How several sequences lie in one packed batch, for attention and rotary positions.
 
-Megatron passes a `PackedSeqParams` through every layer. Ours tells megatron that the pack is one sequence (so that
-its rotary code, which loops over sequences in every layer, makes one call) and keeps the true segments for the two
-modules of ours that need them: `PackedRotary` and `PackedAttention`.
+Megatron passes a `PackedSeqParams` through every layer; only our own `PackedAttention` reads it. What depends on the
+pack alone (angles, padded batches) is computed once and used by every layer.
 
 Invariant: segments follow each other without gaps; their lengths sum to the tokens of the pack.
 """
@@ -42,17 +41,21 @@ class PackLayout(PackedSeqParams):
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        total = sum(lengths)
-        whole = torch.tensor([0, total], dtype=torch.int32)  # on the CPU: megatron reads the values
-        super().__init__(
-            qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=total, max_seqlen_kv=total
-        )
+        super().__init__(qkv_format="thd")
         self.lengths = tuple(lengths)
         self.longest = max(lengths)
         self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
         self.starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
         self.device = device
         self._batches: tuple[tuple[SegmentBatch, ...], torch.Tensor] | None = None
+        self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rotation(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotary angles, each [t, 1, head_dim / 2]; the first call decides for all layers."""
+        if self._rotation is None:
+            angles = (self.positions.float()[:, None] * inverse_frequencies)[:, None]
+            self._rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self._rotation
 
     def batches(self) -> tuple[tuple[SegmentBatch, ...], torch.Tensor]:
         """Padded batches, and the int64 [t] index that puts their valid cells, concatenated, back in order."""
