@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 
 import numpy as np
@@ -139,16 +140,22 @@ async def test_log_probs_are_the_models(engine, engine_process, checkpoint):
     assert max(map(np.max, differences)) < 1e-4
 
 
-def reference_log_probs(checkpoint, prompt, output_ids, temperature: float) -> np.ndarray:
-    """Log-probs [R] of `output_ids` after `prompt` under softmax(logits / temperature), by transformers in float32."""
+def reference_log_probs(checkpoint, prompt, output_ids, temperature: float, weights=None) -> np.ndarray:
+    """Log-probs [R] of `output_ids` after `prompt` under softmax(logits / temperature), by transformers in float32;
+    `weights` replace the checkpoint's."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = _MODELS.setdefault(checkpoint, AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
     tokens = torch.tensor([[*prompt, *output_ids.tolist()]])
     with torch.no_grad():
-        log_probs = torch.log_softmax(model(tokens).logits[0, len(prompt) - 1 : -1] / temperature, dim=-1)
+        logits = torch.func.functional_call(reference_model(checkpoint), weights or {}, (tokens,)).logits
+    log_probs = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / temperature, dim=-1)
     return log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
 
 
-_MODELS: dict = {}
+@functools.lru_cache
+def reference_model(checkpoint):
+    """transformers' model of the checkpoint, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

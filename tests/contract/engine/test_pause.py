@@ -85,3 +85,14 @@ async def test_a_version_goes_with_tokens_from_then_on(engine):
     await engine.set_version(version)
     (generation,) = await engine.generate(request(), SECONDS)
     assert {span.version for span in generation.versions} == {version}
+
+
+async def test_flush_works_while_retracted_requests_wait(engine):
+    """They recompute everything later, so the cache of old weights can go."""
+    running = asyncio.create_task(engine.generate(long_request(), SECONDS))
+    await asyncio.sleep(0.3)
+    await engine.pause("retract")
+    assert await engine.flush_cache()
+    await engine.resume()
+    (generation,) = await running
+    assert len(generation.output_ids) == LONG

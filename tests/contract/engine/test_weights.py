@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import time
 
+import numpy as np
 import pytest
 
 from services.common.errors import Code, ServiceError
 from services.rollout.adapters.sglang import checksum
 from services.rollout.core.engine_port import TensorSpec
 from tests.contract.engine.conftest import GROUP_SECONDS
-from tests.contract.engine.test_generation import SECONDS, request
+from tests.contract.engine.test_generation import PROMPT, SECONDS, reference_log_probs, request
 from tests.support.engine import TrainerSide, tensor_bytes, tensor_specs
 
 NUMBERS = itertools.count()
@@ -98,6 +99,33 @@ async def test_an_update_passes_under_a_request_in_flight(engine, tensors, joine
     assert len(generation.output_ids) == 300
 
 
+async def test_after_a_retract_each_token_has_the_log_prob_of_its_own_version(engine, engine_process, tensors, joined):
+    """Tokens before the update under the old weights, tokens after it under the new: no old cache is read."""
+    if engine_process.kind == "simulated":
+        pytest.skip("it has no model")
+    await push(engine, joined, tensors)
+    await engine.flush_cache()
+    running = asyncio.create_task(engine.generate(request(tokens=200, extra={"ignore_eos": True}), SECONDS))
+    await asyncio.sleep(0.3)
+    weights = changed(tensors, 0.02)
+    await engine.pause("retract")
+    await engine.flush_cache()
+    await push(engine, joined, weights)
+    await engine.set_version(await engine.version() + 1)
+    await engine.resume()
+    (generation,) = await running
+    await push(engine, joined, tensors)
+    await engine.flush_cache()
+    border = generation.versions[0].end
+    assert 0 < border < 200
+    old, new = (
+        reference_log_probs(engine_process.checkpoint, PROMPT, generation.output_ids, 1.0, held)
+        for held in (tensors, weights)
+    )
+    np.testing.assert_allclose(generation.log_probs, np.concatenate([old[:border], new[border:]]), atol=1e-4)
+    assert np.abs(old - new).max() > 1e-2
+
+
 async def test_an_engine_joins_again_after_it_left(engine, tensors):
     name = f"again-{next(NUMBERS)}"
     for _ in range(2):
@@ -161,3 +189,11 @@ async def test_an_engine_that_waits_for_a_group_in_vain_serves_again(engine):
         await engine.join_group(trainer.spec, GROUP_SECONDS + 12.0)
     assert await engine.health(5.0)
     assert len(await engine.generate(request(), SECONDS)) == 1
+
+
+async def test_a_dtype_the_engine_would_convert_is_refused(engine, engine_process, tensors):
+    if engine_process.kind == "simulated":
+        pytest.skip("it holds what it is sent")
+    specs = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in tensor_specs(tensors)]
+    with pytest.raises(ServiceError, match=r"sent as bfloat16, but the engine .* holds float32"):
+        await engine.checksum_rules(specs)
