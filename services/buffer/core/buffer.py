@@ -39,6 +39,8 @@ from services.common.records import Prompt
 MAX_TTL_SECONDS = 24 * 3600.0
 MAX_LEASED_AT_ONCE = 1024
 FETCH_BATCH = 32
+UNDO = "UNDO"
+"""Release reason that takes a lease back as if it had not been given."""
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 
@@ -135,7 +137,13 @@ class Buffer:
             return bool(answer.grants) or answer.repeated
 
         answer = await self.changes.until(run_id, max_wait, lambda: self.store.lease(run_id, request), settled)
-        prompts = await dataset.prompts([grant.ordinal for grant in answer.grants])
+        try:
+            prompts = await dataset.prompts([grant.ordinal for grant in answer.grants])
+        except ServiceError:
+            # The file is the user's to mend; no prompt may count as failed meanwhile.
+            known, _ = _parse_leases([grant.lease_id for grant in answer.grants])
+            await self.store.release(run_id, known, UNDO)
+            raise
         leases = tuple(PromptLease(grant, prompt) for grant, prompt in zip(answer.grants, prompts, strict=True))
         expire = min((grant.deadline_ms for grant in answer.grants), default=answer.now_ms)
         return Leases(leases, answer.policy_version, expire)
@@ -149,8 +157,8 @@ class Buffer:
 
     async def release_leases(self, run_id: str, lease_ids: Sequence[str], reason: str) -> tuple[int, list[str]]:
         """(leases given back, leases that were no longer held)."""
-        if reason and not _REASON.fullmatch(reason):
-            raise invalid_field("evict_reason", reason, "use capitals, digits and underscores, at most 63 characters")
+        if reason and (reason == UNDO or not _REASON.fullmatch(reason)):
+            raise invalid_field("evict_reason", reason, "use up to 63 capitals, digits and underscores, not UNDO")
         known, foreign = _parse_leases(lease_ids)
         released, lost = await self.store.release(run_id, known, reason)
         self.changes.notify(run_id)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from services.buffer.core import ids
 
 
-class SampleShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SampleShape:
     """What is checked of a sample; counts are entries of its tensors."""
 
     sample_id: str

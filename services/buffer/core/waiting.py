@@ -21,6 +21,13 @@ class Changes:
 
     def __init__(self) -> None:
         self._events: dict[str, asyncio.Event] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends every wait, now and from now on: the process is about to end and callers go elsewhere."""
+        self._closed = True
+        for run_id in list(self._events):
+            self.notify(run_id)
 
     def notify(self, run_id: str) -> None:
         """Something about the run changed."""
@@ -46,6 +53,6 @@ class Changes:
         while True:
             answer = await attempt()
             left = deadline - time.monotonic()
-            if done(answer) or left <= 0:
+            if done(answer) or left <= 0 or self._closed:
                 return answer
             await self.wait(run_id, min(left, POLL_SECONDS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +104,7 @@ async def test_waiting_ends_at_a_change_or_at_the_deadline():
 
 
 def shape(**changes) -> SampleShape:
-    return SampleShape("r-3-0", "r-3", 0, 2, 6, 4, 4, ((5, 0, 1), (6, 1, 4)))._replace(**changes)
+    return replace(SampleShape("r-3-0", "r-3", 0, 2, 6, 4, 4, ((5, 0, 1), (6, 1, 4))), **changes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
--- ARGV: reason of eviction or '', then ordinal, lease id per lease. Answer: OK, number released, lost lease ids.
+-- ARGV: reason of eviction, '' for another attempt, or 'UNDO' for a lease that never reached a node; then ordinal, lease id per lease. Answer: OK, number released, lost lease ids.
 local gone = missing()
 if gone then return gone end
 sweep_expired()
@@ -8,7 +8,13 @@ for i = 2, #ARGV, 2 do
   local record = redis.call('HMGET', group(o), 'state', 'lease')
   if record[1] == 'LEASED' and record[2] == ARGV[i + 1] then
     redis.call('ZREM', leased, o)
-    if ARGV[1] ~= '' then evict(o, ARGV[1]) else give_back(o) end
+    if ARGV[1] == '' then
+      give_back(o)
+    elseif ARGV[1] == 'UNDO' then
+      to_pending(o)
+    else
+      evict(o, ARGV[1])
+    end
     released = released + 1
   else
     answer[#answer + 1] = ARGV[i + 1]

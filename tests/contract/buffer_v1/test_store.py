@@ -1,0 +1,86 @@
+"""What the store may do to the buffer: forget, fill up, go away; and what a draining server does to its callers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.buffer.adapters.redis_connection import Connection
+from services.buffer.app import App
+from services.buffer.config import BufferSettings
+from services.common.channel import open_channel
+from services.common.errors import Code
+from tests.contract.buffer_v1.driver import Driver, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def connection(valkey_url):
+    """A connection of the test's own."""
+    connection = Connection(valkey_url)
+    yield connection
+    await connection.close()
+
+
+async def test_a_store_that_may_lose_data_is_reported(connection):
+    client = connection.client
+    assert await connection.warnings() == []
+    try:
+        await client.config_set("appendfsync", "no")
+        await client.config_set("maxmemory", "1gb")
+        await client.config_set("maxmemory-policy", "allkeys-lru")
+        slow, evicting = await connection.warnings()
+        assert "appendfsync is 'no'" in slow
+        assert "maxmemory-policy is 'allkeys-lru'" in evicting
+        await client.config_set("appendonly", "no")
+        assert "keeps no append-only file" in (await connection.warnings())[0]
+    finally:
+        await client.config_set("appendonly", "yes")
+        await client.config_set("appendfsync", "everysec")
+        await client.config_set("maxmemory-policy", "noeviction")
+        await client.config_set("maxmemory", "0")
+
+
+async def test_a_full_store_pushes_back_and_loses_nothing(driver, connection):
+    await driver.start()
+    lease = (await driver.lease(1)).leases[0]
+    await connection.client.config_set("maxmemory", "1mb")
+    try:
+        error = await refusal(driver.put(driver.finished(lease, 1)))
+        assert (error.code, error.reason, error.retry_seconds) == (Code.RESOURCE_EXHAUSTED, "STORE_FULL", 5.0)
+    finally:
+        await connection.client.config_set("maxmemory", "0")
+    assert (await driver.stats()).leased_count == 1
+    assert await driver.put(driver.finished(lease, 1)) == ["STORED"]
+
+
+async def test_a_data_file_that_vanishes_fails_no_prompt(driver, data, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(data[0].read_bytes())
+    await driver.start(data={"prompt_data": str(path), "max_prompt_attempts": 1})
+    path.rename(tmp_path / "elsewhere.jsonl")
+    assert (await refusal(driver.lease())).reason == "DATA_NOT_FOUND"
+    assert (await driver.stats()).pending_count == 2
+    (tmp_path / "elsewhere.jsonl").rename(path)
+    assert len((await driver.lease()).leases) == 2
+
+
+async def test_a_draining_server_answers_its_waiting_callers(valkey_url: str, data: tuple[Path, Path]):
+    app = App(BufferSettings(port=0, store_url=valkey_url, drain_seconds=10))
+    await app.start()
+    channel = open_channel(f"127.0.0.1:{app.server.port}", "buffer")
+    driver = Driver(channel, "draining", *data)
+    await driver.start()
+    await driver.produce(1)
+    waiting = asyncio.create_task(driver.take(0, wait=60))
+    await asyncio.sleep(0.1)
+    started = time.monotonic()
+    await app.stop()
+    assert not (await waiting).samples
+    assert time.monotonic() - started < 5
+    await channel.close()
