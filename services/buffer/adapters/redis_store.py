@@ -98,7 +98,14 @@ class RedisStore:
     async def update_run(self, run: RunRecord, spec_json: str, plan: RunPlan) -> bool:
         """Sets what may change and reopens an ended run; False when the stored spec is another by now."""
         values = {"spec": spec_json, **_changeable(plan)}
-        return (await self._connection.run_script("update", run.run_id, [run.spec_json, *_flat(values)]))[0] == "OK"
+        answer = await self._connection.run_script("update", run.run_id, [run.spec_json, *_flat(values)])
+        if answer[0] != "OK":
+            return False
+        # Nodes serve the newest active run: the one opened last.
+        now = await self._connection.now_ms()
+        async with self._connection.errors():
+            await self._client.zadd(_RUNS, {run.run_id: now})
+        return True
 
     async def find_run(self, run_id: str) -> RunRecord | None:
         """The run, or None."""
@@ -114,7 +121,7 @@ class RedisStore:
         return run
 
     async def list_runs(self, states: Sequence[RunState], start: int, count: int) -> tuple[list[RunRecord], bool]:
-        """(runs, whether more follow), newest first."""
+        """(runs, whether more follow), the one opened last first."""
         wanted = {state.value.encode() for state in states}
         async with self._connection.errors():
             names = [name.decode() for name in await self._client.zrevrange(_RUNS, 0, -1)]

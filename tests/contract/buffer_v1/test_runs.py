@@ -101,6 +101,9 @@ async def test_runs_are_listed_newest_first_and_by_state(driver):
     assert finished not in [run.run_id for run in active.runs]
     page = await driver.stub.ListRuns(pb.ListRunsRequest(page_size=1, page_token="1"))
     assert [run.run_id for run in page.runs] == [finished]
+    driver.run_id = finished
+    await driver.create()  # opened again: nodes serve it now
+    assert (await driver.stub.ListRuns(pb.ListRunsRequest(page_size=1))).runs[0].run_id == finished
 
 
 async def test_an_unknown_run_is_named(driver):
