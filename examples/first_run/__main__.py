@@ -64,7 +64,8 @@ def new_workspace(parent: Path, seed: int) -> Workspace:
     number = 1 + max((int(path.name.split("-")[-1]) for path in parent.glob("first-run-*")), default=0)
     workspace = Workspace((parent / f"first-run-{number}").absolute(), seed)
     write_task(workspace.path / "data", seed)
-    command = [sys.executable, "-W", "ignore", "-m", "examples.first_run.model", str(workspace.path / "model"), str(seed)]
+    make_model = ("-m", "examples.first_run.model", str(workspace.path / "model"), str(seed))
+    command = [sys.executable, "-W", "ignore", *make_model]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     return workspace
 

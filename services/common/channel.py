@@ -18,7 +18,11 @@ from grpc_status import rpc_status
 from services.common.errors import Code, ServiceError
 from services.common.server import MAX_MESSAGE_BYTES
 
-_SERVICE_CONFIGS = Path(__file__).resolve().parents[2] / "proto" / "service_config"
+_HERE = Path(__file__).resolve()
+# In a checkout the files lie beside the contract; a wheel carries them beside this module.
+_SERVICE_CONFIGS = next(
+    path for path in (_HERE.parents[2] / "proto" / "service_config", _HERE.parent / "service_config") if path.is_dir()
+)
 SERVICES = ("buffer", "reward", "rollout", "trainer", "sandbox")
 
 
