@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import uuid
 from pathlib import Path
 
 from prometheus_client import REGISTRY
@@ -44,7 +45,7 @@ class App:
     def __init__(self, settings: RolloutNodeSettings) -> None:
         self._settings = settings
         self.server = GrpcServer(settings, "rollout")
-        self._node_id = settings.node_id or f"{socket.gethostname()}-{settings.port}"
+        self._node_id = settings.node_id or f"{socket.gethostname()}-{settings.port or uuid.uuid4().hex[:6]}"
         self._channels = [
             open_channel(settings.buffer_address, "buffer"),
             open_channel(settings.reward_address, "reward"),

@@ -62,7 +62,7 @@ class Tier:
 
 @dataclass
 class World:
-    """Addresses and files of one module's tiers."""
+    """Addresses and files of the tiers."""
 
     directory: Path
     checkpoint: Path
@@ -95,9 +95,9 @@ def checkpoint(tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def world(tmp_path_factory, checkpoint) -> Iterator[World]:
-    """All tiers; one node for the module, so that engines are started few times."""
+    """All tiers; tests share the node, so that engines are started few times."""
     directory = tmp_path_factory.mktemp("world")
     rows = [{"input": f"{i}+{i}=", "label": str(2 * i)} for i in range(50)]
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +109,6 @@ def world(tmp_path_factory, checkpoint) -> Iterator[World]:
     try:
         buffer.wait_ready("buffer")
         reward.wait_ready("reward")
-        world.start_node()
         yield world
     finally:
         for tier in (world.node, reward, buffer):
@@ -233,6 +232,8 @@ async def until(condition: Callable, seconds: float, explain: Callable[[], str] 
 @pytest.fixture
 async def client(world) -> Client:
     """A client; its run is ended after the test."""
+    if world.node is None:
+        world.start_node()
     client = Client(world)
     yield client
     if client.run_id:

@@ -31,6 +31,19 @@ async def serving(client, **groups) -> engine_pb2.Engine:
     return engine
 
 
+async def test_a_supervised_run_needs_no_engine(client):
+    await client.create_run(
+        rollout={"n_samples_per_prompt": 1, "rollout_batch_size": 16}, trainer={"loss_type": "sft_loss"}
+    )
+    groups = await client.ready_groups(16)
+    for got in groups:
+        (sample,) = (sample_from_proto(message) for message in got.group.samples)
+        assert sample.response == got.prompt.label
+        assert (sample.reward, sample.versions, sample.log_probs.any()) == (0.0, (), False)
+        assert sample.response_length == len(got.prompt.label) + 1
+    assert not (await client.node()).engines
+
+
 async def test_prompts_become_scored_groups_of_the_published_version(client):
     engine = await serving(client)
     groups = await client.ready_groups(8)
@@ -163,6 +176,12 @@ async def test_user_functions_of_both_signatures(client):
     for got in await client.ready_groups(8):
         sample = sample_from_proto(got.group.samples[0])
         assert (sample.reward, sample.min_version, sample.max_version) == (0.25, 1, 1)
+    await client.finish_run()
+    client.updates = 0
+    calculator = "examples.tool_calculator.generate.generate"
+    await serving(client, rollout={"custom_generate_function_path": calculator, "max_turns": 2})
+    for got in await client.ready_groups(8):
+        assert sample_from_proto(got.group.samples[0]).turn_count == 1  # random tokens call no tool
 
 
 async def test_a_function_that_cannot_be_loaded_is_the_nodes_problem(client):
@@ -174,23 +193,13 @@ async def test_a_function_that_cannot_be_loaded_is_the_nodes_problem(client):
     await until(said, 10)
 
 
-async def test_a_supervised_run_needs_no_engine(client):
-    await client.create_run(
-        rollout={"n_samples_per_prompt": 1, "rollout_batch_size": 16}, trainer={"loss_type": "sft_loss"}
-    )
-    groups = await client.ready_groups(16)
-    for got in groups:
-        (sample,) = (sample_from_proto(message) for message in got.group.samples)
-        assert sample.response == got.prompt.label
-        assert (sample.reward, sample.versions, sample.log_probs.any()) == (0.0, (), False)
-        assert sample.response_length == len(got.prompt.label) + 1
-    assert not (await client.node()).engines
-
-
 async def test_a_node_that_stops_gives_its_leases_back(client):
-    """Comes last: the module's node is told to stop while it generates."""
+    """Comes last: the node is told to stop while it generates."""
     world = client.world
-    await serving(client, rollout={"simulated": {"tokens_per_second": 5, "mean_response_len": 200}})
+    (world.directory / "endless.py").write_text(
+        "import asyncio\nasync def generate(context, prompt, sampling): await asyncio.sleep(600)\n"
+    )
+    await serving(client, rollout={"custom_generate_function_path": "endless.generate"})
 
     async def leased(count: int) -> bool:
         return (await client.stats()).leased_count == count

@@ -210,3 +210,15 @@ async def test_an_engine_killed_in_a_transfer_fails_that_update_alone(client):
     (back,) = await client.engines(STALE, 1)
     await push(client, back, 1)
     await client.engines(READY, 2)
+
+
+async def test_an_engine_that_hangs_leaves_the_router_and_is_replaced(client):
+    fleet = FLEET | {"rollout_num_gpus": 1, "rollout_health_check_timeout": 2.0}
+    await client.create_run(rollout=fleet)
+    (engine,) = await client.engines(STALE)
+    await push(client, engine, 1)
+    assert await served(client)
+    os.killpg(engine.pid, signal.SIGSTOP)
+    (back,) = await client.engines(STALE, seconds=30)
+    assert (back.engine_id, back.restart_count) == (engine.engine_id, 1)
+    assert not await served(client)

@@ -49,8 +49,8 @@ class Update:
 
     async def prepare(self) -> None:
         answer, _ = await asyncio.gather(
-            self.client.weights.PrepareUpdate(self.prepare_request(), timeout=20),
-            asyncio.to_thread(self.rank.join, 10.0),
+            self.client.weights.PrepareUpdate(self.prepare_request(), timeout=40),
+            asyncio.to_thread(self.rank.join, 40.0),
         )
         assert answer.checksum_algorithm == "sha256-64"
         self.rules = list(answer.checksum_rules)
