@@ -66,6 +66,7 @@ class App:
             save_timeout=settings.save_timeout,
             engines_timeout=settings.engines_timeout,
             eval_timeout=settings.eval_timeout,
+            join_timeout=settings.join_timeout,
         )
 
     def _ranks(self, spec: RunSpec, run_dir: str) -> LocalRanks:

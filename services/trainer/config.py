@@ -30,6 +30,8 @@ class TrainerServiceSettings(ServiceSettings):
     """Longest time of a checkpoint or an export in seconds."""
     engines_timeout: float = Field(default=600.0, gt=0)
     """Longest wait in seconds for any engine to take weights."""
+    join_timeout: float = Field(default=15.0, gt=0)
+    """Longest time in seconds for the members of a weight group to meet; who is late is left out of the update."""
     eval_timeout: float = Field(default=1800.0, gt=0)
     """Longest evaluation in seconds."""
     buffer_patience: float = Field(default=180.0, gt=0)

@@ -335,7 +335,6 @@ class MemoryRollout:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ranks: MemoryRanks | None = None
         self.aborted: list[tuple[str, int]] = []
         self.epochs: list[int] = []
 
@@ -380,16 +379,7 @@ class MemoryFiles:
     """Checkpoint directories."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-
-    def latest(self, directory: str) -> str | None:
-        return self.world.latest.get(directory)
-
-    def marker(self, directory: str) -> CheckpointMarker | None:
-        return self.world.markers.get(directory)
-
-    def mark(self, directory: str, marker: CheckpointMarker) -> None:
-        self.world.markers[directory] = marker
+        self.latest, self.marker, self.mark = world.latest.get, world.markers.get, world.markers.__setitem__
 
 
 class MemoryJournal:

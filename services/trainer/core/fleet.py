@@ -25,6 +25,9 @@ _LONGEST_BACKOFF = 60.0
 _ROSTER_PATIENCE = 30.0
 """Seconds after the first engine for the others to come up; later ones are late joiners."""
 
+_LATE_JOIN_SECONDS = 10.0
+"""A late joiner that hesitates must not keep the ranks from training; it is asked again."""
+
 
 @dataclass(frozen=True)
 class FleetSettings:
@@ -151,7 +154,7 @@ class EngineFleet:
             late = await self._late()
             if not late:
                 return None
-            report = await self._updater.push(self._version, late)
+            report = await self._updater.push(self._version, late, _LATE_JOIN_SECONDS)
         for engine_id in report.committed:
             self._backoff.pop(engine_id, None)
             self._journal.write("notice", self._step, {}, f"engine {engine_id} joined at version {self._version}")

@@ -19,5 +19,5 @@ class LoopSettings:
     eval_timeout: float
     take_wait: float = 2.0
     """One long poll for a batch; between two of them the loop looks at its ranks and at requests to stop."""
-    join_timeout: float = 30.0
+    join_timeout: float = 15.0
     """Most seconds for the members of a weight group to meet; a run's update_timeout may be shorter."""

@@ -109,8 +109,14 @@ class WeightUpdater:
         self._checksums.clear()
         return time.monotonic() - began
 
-    async def push(self, version: int, engines: Sequence[EngineView]) -> UpdateReport:
-        """One attempt to bring `engines` to the staged weights as `version`. Raises only RanksFailed."""
+    async def push(
+        self, version: int, engines: Sequence[EngineView], join_timeout: float | None = None
+    ) -> UpdateReport:
+        """One attempt to bring `engines` to the staged weights as `version`; they have `join_timeout` seconds to meet.
+
+        Raises:
+            RanksFailed: and nothing else; what fails on an engine's side is in the report.
+        """
         assert self._plan, "stage() comes first"
         self._counter += 1
         epoch = self._settings.session_epoch * EPOCHS_PER_SESSION + self._counter
@@ -121,7 +127,9 @@ class WeightUpdater:
             return report
         try:
             with _timed(report, "prepare"):
-                groups = await self._prepare(epoch, version, groups, report)
+                groups = await self._prepare(
+                    epoch, version, groups, report, join_timeout or self._settings.join_timeout
+                )
                 await self._expect(groups)
             with _timed(report, "transfer"):
                 groups = await self._transfer(epoch, groups, report)
@@ -161,17 +169,18 @@ class WeightUpdater:
                 groups.append(_Group(spec, part))
         return groups
 
-    async def _prepare(self, epoch: int, version: int, groups: list[_Group], report: UpdateReport) -> list[_Group]:
+    async def _prepare(
+        self, epoch: int, version: int, groups: list[_Group], report: UpdateReport, timeout: float
+    ) -> list[_Group]:
         """All groups rendezvous at once; a group in which anyone failed is left out."""
-        timeout = self._settings.join_timeout
         joining = self._ranks.call(
             0, JoinGroups(tuple(group.spec for group in groups), timeout), timeout + 2 * _GRACE_SECONDS
         )
-        asking = [self._prepare_group(epoch, version, group) for group in groups]
+        asking = [self._prepare_group(epoch, version, group, timeout) for group in groups]
         joined, *failures = await _all(joining, *asking)
         return await self._survivors(epoch, groups, failures, joined, report)
 
-    async def _prepare_group(self, epoch: int, version: int, group: _Group) -> dict[str, str]:
+    async def _prepare_group(self, epoch: int, version: int, group: _Group, timeout: float) -> dict[str, str]:
         """→ failures by engine id."""
         assert self._plan
         tensors = tuple(spec for bucket in self._plan.buckets for spec in bucket)
@@ -195,9 +204,7 @@ class WeightUpdater:
                 tensors=tensors,
             )
             try:
-                group.rules[engine.engine_id] = await self._rollout.prepare(
-                    engine, request, self._settings.join_timeout + _GRACE_SECONDS
-                )
+                group.rules[engine.engine_id] = await self._rollout.prepare(engine, request, timeout + _GRACE_SECONDS)
             except ServiceError as error:
                 failures[engine.engine_id] = error.message
 
