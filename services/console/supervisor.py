@@ -45,7 +45,7 @@ class Patience:
     longest_pause: float = 10.0
     restarts: int = 5
     window: float = 120.0
-    poll: float = 0.1
+    poll: float = 0.2
 
 
 class TierFailed(Exception):

@@ -16,6 +16,7 @@ from tetrarch.trainer.v1 import trainer_service_pb2 as trainer_pb
 from services.common.run_spec import RunSpec
 from services.common.settings import SettingsError
 from services.console.adapters.clients import Clients
+from services.console.adapters.engine_arguments import check_engine_arguments
 from services.console.cli.places import Place, services_for_run
 from services.console.cli.summary import show_summary
 from services.console.cli.watch import Interrupted, Watcher
@@ -49,6 +50,7 @@ def train(tokens: Sequence[str], options: TrainOptions, console: Console) -> int
     spec = resolve(line)
     if _local(spec):
         validate(spec)
+        check_engine_arguments(spec.rollout)
     show_spec(spec, console)
     if options.check:
         console.print("The run is valid; nothing was started.")
@@ -137,13 +139,20 @@ async def _follow(clients: Clients, spec: RunSpec, options: TrainOptions, place:
         console.print(f"Interrupted: {error}.")
         return INTERRUPTED
     show_summary(console, spec.run_id, Path(spec.directory), watched.history)
-    return _exit_code(progress, watcher.stop_requested, console)
+    stopped = watcher.stop_requested or await _was_stopped(clients, spec.run_id)
+    return _exit_code(progress, stopped, console)
 
 
-def _exit_code(progress: trainer_pb.Progress, stop_requested: bool, console: Console) -> int:
+async def _was_stopped(clients: Clients, run_id: str) -> bool:
+    """True when another command stopped the run."""
+    run = await clients.find_run(run_id)
+    return run is not None and run.state == run_pb2.RUN_STATE_STOPPED
+
+
+def _exit_code(progress: trainer_pb.Progress, stopped: bool, console: Console) -> int:
     if progress.succeeded:
         return SUCCESS
-    if stop_requested:
+    if stopped:
         console.print(f"Stopped after {progress.step_count} of {progress.total_step_count} steps.")
         return INTERRUPTED
     console.print(f"[red]The run ended early:[/] {progress.reason or 'no reason was given'}", soft_wrap=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.common.settings import SettingsError
+from services.console.adapters.engine_arguments import check_engine_arguments
 from services.console.cli.app import exit_code
 from services.console.core.flags import parse_flags
 from services.console.core.resolve import resolve
@@ -274,6 +275,20 @@ def test_functions_that_cannot_be_found(run_folder, path, expected):
     assert found.endswith(expected.format(run_folder))
     assert "broken" in path or found.startswith(f"custom_rm_path {path!r}")
     validate(resolve(parse_flags(["run.yaml", "--custom-generate-function-path", "mine.score"])))
+
+
+def test_misspelt_engine_argument(run_folder):
+    spec = resolve(parse_flags(["run.yaml", "--sglang-mem-fraction-statc", "0.5"]))
+    with pytest.raises(SettingsError) as caught:
+        check_engine_arguments(spec.rollout)
+    assert str(caught.value) == (
+        "rollout.sglang.mem_fraction_statc is no argument of sglang; did you mean 'mem_fraction_static'?"
+    )
+    spec = resolve(parse_flags(["run.yaml", "--sglang-router-max-payload-sise", "5"]))
+    with pytest.raises(SettingsError, match="did you mean 'max_payload_size'"):
+        check_engine_arguments(spec.rollout)
+    flags = ["--sglang-mem-fraction-static", "0.5", "--sglang-disable-radix-cache", "--sglang-log-level", "info"]
+    check_engine_arguments(resolve(parse_flags(["run.yaml", *flags])).rollout)
 
 
 # -- the command itself
