@@ -84,3 +84,9 @@ async def test_a_draining_server_answers_its_waiting_callers(valkey_url: str, da
     assert not (await waiting).samples
     assert time.monotonic() - started < 5
     await channel.close()
+
+
+async def test_a_store_that_forgot_the_scripts_is_taught_again(driver, connection):
+    await driver.start()
+    await connection.client.script_flush()
+    assert len((await driver.lease()).leases) == 2
