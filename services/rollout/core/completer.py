@@ -45,7 +45,7 @@ class Completer:
     max_context_length: int | None = None
 
     async def complete(
-        self, input_ids: Sequence[int], sampling: SamplingParams, sample_count: int, deadline: float
+        self, input_ids: Sequence[int] | np.ndarray, sampling: SamplingParams, sample_count: int, deadline: float
     ) -> list[Generation]:
         """`sample_count` completions of one prompt before `deadline` (time.monotonic()).
 

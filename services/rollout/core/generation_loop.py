@@ -38,6 +38,7 @@ class GroupMaker(Protocol):
 
     async def make(self, prompt: Prompt) -> Group:
         """Raises ServiceError: INVALID_ARGUMENT when this prompt can never succeed."""
+        ...
 
 
 class GenerationLoop:

@@ -43,27 +43,35 @@ class PromptBuffer(Protocol):
 
     async def newest_active_run(self) -> ActiveRun | None:
         """The newest run in state ACTIVE."""
+        ...
 
     async def lease_prompts(self, run_id: str, max_count: int, max_wait: float, ttl: float) -> list[Lease]:
         """At most `max_count` leases, after at most `max_wait` seconds; possibly none."""
+        ...
 
     async def extend_leases(self, run_id: str, lease_ids: Sequence[str], ttl: float) -> set[str]:
         """Moves deadlines to `ttl` seconds from now; returns leases that are lost."""
+        ...
 
     async def release_leases(self, run_id: str, lease_ids: Sequence[str], evict_reason: str = "") -> None:
         """Gives prompts back, or evicts them."""
+        ...
 
     async def put_groups(self, run_id: str, groups: Sequence[tuple[str, Group]]) -> list[PutResult]:
         """Stores (lease id, group) pairs; one result each, in order."""
+        ...
 
     def eval_prompts(self, run_id: str, dataset: str) -> AsyncIterator[list[Prompt]]:
         """Pages of an evaluation set in file order. NOT_FOUND/DATASET_NOT_FOUND lists the known ones."""
+        ...
 
     async def register(self, member_id: str, address: str, incarnation: str, attributes: Mapping[str, str]) -> None:
         """Adds this node to the registry of live members, or renews it."""
+        ...
 
     async def unregister(self, member_id: str) -> None:
         """Removes this node from the registry."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class Scorer(Protocol):
 
     async def score(self, call: ScoreCall, items: Sequence[ScoreItem]) -> list[Score]:
         """One score per item, in order."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -112,6 +121,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` without special tokens around it."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, without special tokens."""
+        ...
