@@ -93,6 +93,9 @@ class App:
                 if self._ready:
                     _log.warning(error.message)
                 await self._set_ready(False)
+            except Exception:
+                # Sweeping must go on, or expired leases would wait for the next call of a node.
+                _log.exception("sweep failed")
             await asyncio.sleep(self._settings.sweep_seconds)
 
     async def _sweep(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 
 from services.buffer.adapters.redis_connection import Connection
 from services.buffer.app import App
@@ -90,3 +91,19 @@ async def test_a_store_that_forgot_the_scripts_is_taught_again(driver, connectio
     await driver.start()
     await connection.client.script_flush()
     assert len((await driver.lease()).leases) == 2
+
+
+async def test_the_sweep_reports_every_run_and_gives_expired_leases_back(driver, valkey_url):
+    await driver.start()
+    await driver.lease(1, ttl=0.01)
+    app = App(BufferSettings(port=0, store_url=valkey_url, sweep_seconds=0.05, drain_seconds=0))
+    await app.start()
+    labels = {"run": driver.run_id, "state": "pending"}
+    for _ in range(100):
+        if REGISTRY.get_sample_value("tetrarch_buffer_groups", labels) == 1.0:
+            break
+        await asyncio.sleep(0.05)
+    await app.stop()
+    assert REGISTRY.get_sample_value("tetrarch_buffer_groups", labels) == 1.0
+    assert REGISTRY.get_sample_value("tetrarch_buffer_leases_expired", {"run": driver.run_id}) == 1.0
+    assert REGISTRY.get_sample_value("tetrarch_buffer_policy_version", {"run": driver.run_id}) == 1.0
