@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.process import free_port
 from services.common.settings import SettingsError
 from services.console.adapters.engine_arguments import check_engine_arguments
 from services.console.cli.app import exit_code
@@ -336,13 +337,19 @@ def test_only_some_addresses(run_folder, edit):
 
 
 def test_port_in_use(run_folder):
+    flags = ["--store-port", "--buffer-port", "--trainer-port", "--rollout-port"]
+    ports = [part for flag in flags for part in (flag, str(free_port()))]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = call(run_folder, "up", "--reward-port", str(port), "--store-port", "1")
+        result = call(run_folder, "up", *ports, "--reward-port", str(port))
     assert result.returncode == 2
-    assert "in use on 127.0.0.1" in result.stderr or "--store-port" in result.stderr
+    assert result.stderr == (
+        f"tetrarch: --reward-port is {port}: the port is in use on 127.0.0.1; stop the process that has it, or choose"
+        " another with --reward-port.\n"
+    )
+    assert not (run_folder / ".tetrarch" / "store").exists()
 
 
 def test_check_only(run_folder):
