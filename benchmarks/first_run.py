@@ -1,4 +1,4 @@
-"""`python -m benchmarks.first_run [--seeds 1 2 3]`: the demo, as a user runs it: time, and accuracy before and after."""
+"""`python -m benchmarks.first_run [--seeds 1 2 3]`: the demo as a user runs it: time, accuracy before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kill_and_resume`: SIGKILL every process in the middle of an epoch, run the command again, count.
+"""`python -m benchmarks.kill_and_resume`: SIGKILL every process in mid-epoch, run the command again, count.
 
 Every prompt of the epoch must have been trained exactly once in the surviving history.
 """

@@ -149,7 +149,8 @@ class BufferServiceServicer:
 
     def CreateRun(self, request, context):
         """Creates a run and indexes its data, or returns the run when it exists with the same settings.
-        Blocks while data is read. Errors: RUN_EXISTS (other settings), DATA_NOT_FOUND, DATA_MALFORMED.
+        Blocks while data is read. Errors: RUN_EXISTS (other settings), RUN_CHANGED (ABORTED, ask again),
+        DATA_NOT_FOUND, DATA_MALFORMED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +164,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """Lists the runs of the store, newest first. Does not wait.
+        """Lists the runs of the store, the one opened last first. Does not wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,6 +210,7 @@ class BufferServiceServicer:
     def PutGroups(self, request, context):
         """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
         and others refused. Putting the same group again is a DUPLICATE, which is fine.
+        Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +219,7 @@ class BufferServiceServicer:
     def TakeBatch(self, request, context):
         """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
         are too few after `max_wait`. The same step asked again returns the same groups.
-        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED.
+        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

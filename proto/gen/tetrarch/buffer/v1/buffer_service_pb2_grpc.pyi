@@ -39,12 +39,13 @@ class BufferServiceStub:
     def __new__(cls, channel: _aio.Channel) -> BufferServiceAsyncStub: ...
     CreateRun: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.CreateRunRequest, _buffer_service_pb2.CreateRunResponse]
     """Creates a run and indexes its data, or returns the run when it exists with the same settings.
-    Blocks while data is read. Errors: RUN_EXISTS (other settings), DATA_NOT_FOUND, DATA_MALFORMED.
+    Blocks while data is read. Errors: RUN_EXISTS (other settings), RUN_CHANGED (ABORTED, ask again),
+    DATA_NOT_FOUND, DATA_MALFORMED.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetRunRequest, _buffer_service_pb2.GetRunResponse]
     """Returns a run. Does not wait."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ListRunsRequest, _buffer_service_pb2.ListRunsResponse]
-    """Lists the runs of the store, newest first. Does not wait."""
+    """Lists the runs of the store, the one opened last first. Does not wait."""
     FinishRun: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.FinishRunRequest, _buffer_service_pb2.FinishRunResponse]
     """Ends a run with a state and a reason. Ending twice keeps the first end."""
     BeginSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BeginSessionRequest, _buffer_service_pb2.BeginSessionResponse]
@@ -62,11 +63,12 @@ class BufferServiceStub:
     PutGroups: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PutGroupsRequest, _buffer_service_pb2.PutGroupsResponse]
     """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
     and others refused. Putting the same group again is a DUPLICATE, which is fine.
+    Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
     """
     TakeBatch: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]
     """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
     are too few after `max_wait`. The same step asked again returns the same groups.
-    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED.
+    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
     """
     FetchSamples: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchSamplesRequest, _buffer_service_pb2.FetchSamplesResponse]
     """Streams the payload of samples reserved for a step. Errors: SAMPLE_NOT_FOUND."""
@@ -108,12 +110,13 @@ class BufferServiceAsyncStub(BufferServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRun: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.CreateRunRequest, _buffer_service_pb2.CreateRunResponse]  # type: ignore[assignment]
     """Creates a run and indexes its data, or returns the run when it exists with the same settings.
-    Blocks while data is read. Errors: RUN_EXISTS (other settings), DATA_NOT_FOUND, DATA_MALFORMED.
+    Blocks while data is read. Errors: RUN_EXISTS (other settings), RUN_CHANGED (ABORTED, ask again),
+    DATA_NOT_FOUND, DATA_MALFORMED.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetRunRequest, _buffer_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """Returns a run. Does not wait."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ListRunsRequest, _buffer_service_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """Lists the runs of the store, newest first. Does not wait."""
+    """Lists the runs of the store, the one opened last first. Does not wait."""
     FinishRun: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.FinishRunRequest, _buffer_service_pb2.FinishRunResponse]  # type: ignore[assignment]
     """Ends a run with a state and a reason. Ending twice keeps the first end."""
     BeginSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BeginSessionRequest, _buffer_service_pb2.BeginSessionResponse]  # type: ignore[assignment]
@@ -131,11 +134,12 @@ class BufferServiceAsyncStub(BufferServiceStub):
     PutGroups: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PutGroupsRequest, _buffer_service_pb2.PutGroupsResponse]  # type: ignore[assignment]
     """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
     and others refused. Putting the same group again is a DUPLICATE, which is fine.
+    Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
     """
     TakeBatch: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]  # type: ignore[assignment]
     """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
     are too few after `max_wait`. The same step asked again returns the same groups.
-    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED.
+    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
     """
     FetchSamples: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchSamplesRequest, _buffer_service_pb2.FetchSamplesResponse]  # type: ignore[assignment]
     """Streams the payload of samples reserved for a step. Errors: SAMPLE_NOT_FOUND."""
@@ -180,7 +184,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.CreateRunResponse, _abc.Awaitable[_buffer_service_pb2.CreateRunResponse]]:
         """Creates a run and indexes its data, or returns the run when it exists with the same settings.
-        Blocks while data is read. Errors: RUN_EXISTS (other settings), DATA_NOT_FOUND, DATA_MALFORMED.
+        Blocks while data is read. Errors: RUN_EXISTS (other settings), RUN_CHANGED (ABORTED, ask again),
+        DATA_NOT_FOUND, DATA_MALFORMED.
         """
 
     @_abc_1.abstractmethod
@@ -197,7 +202,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.ListRunsResponse, _abc.Awaitable[_buffer_service_pb2.ListRunsResponse]]:
-        """Lists the runs of the store, newest first. Does not wait."""
+        """Lists the runs of the store, the one opened last first. Does not wait."""
 
     @_abc_1.abstractmethod
     def FinishRun(
@@ -251,6 +256,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_buffer_service_pb2.PutGroupsResponse, _abc.Awaitable[_buffer_service_pb2.PutGroupsResponse]]:
         """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
         and others refused. Putting the same group again is a DUPLICATE, which is fine.
+        Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
         """
 
     @_abc_1.abstractmethod
@@ -261,7 +267,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_buffer_service_pb2.TakeBatchResponse, _abc.Awaitable[_buffer_service_pb2.TakeBatchResponse]]:
         """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
         are too few after `max_wait`. The same step asked again returns the same groups.
-        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED.
+        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
         """
 
     @_abc_1.abstractmethod
