@@ -73,7 +73,12 @@ def train(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Validate and print the run, start nothing.")] = False,
 ) -> None:
-    """Train: check the run, start what is needed, show progress. The same command again resumes."""
+    """Train: check the run, start what is needed, show progress. The same command again resumes.
+
+    Keys most often set: --run-id --hf-checkpoint --prompt-data --label-key --rm-type --num-rollout
+    --rollout-batch-size --n-samples-per-prompt --rollout-max-response-len --lr --max-staleness --save-interval
+    --eval-prompt-data --eval-interval.
+    """
     from services.console.cli.train import TrainOptions
     from services.console.cli.train import train as run_train
 

@@ -46,7 +46,7 @@ def _legend(parts: list[Part], least: float = 0.01) -> Text:
     text = Text()
     for part in parts:
         if part.share >= least:
-            text.append("■ ", style=_COLORS.get(part.name, "bright_black"))
+            text.append("■\u00a0", style=_COLORS.get(part.name, "bright_black"))
             # Hard spaces, so that lines break between parts.
             text.append(f"{part.name} {part.share:.0%}".replace(" ", "\u00a0") + "   ")
     return text

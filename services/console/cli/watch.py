@@ -127,6 +127,8 @@ class Watcher:
             if event.kind == "step" and self._plain:
                 line = step_line(event.step, watched.total_steps, event.metrics)
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            elif event.kind == "restore" and event.step < 0:
+                continue  # a run that begins is no news
             elif event.kind not in _QUIET_KINDS and event.message and (self._plain or event.kind != "eval"):
                 self.say(event.message)
 
