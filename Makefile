@@ -24,6 +24,7 @@ $(READY): pyproject.toml
 	@$(PIP) $(TORCH) -e '.[buffer,reward,rollout,trainer,console,embedded,sglang-cpu,dev]'
 	@echo "==> installing SGLang without its CUDA packages"
 	@$(PIP) --no-deps sglang==0.5.23 xgrammar==0.2.7
+	@$(PIP) --no-deps verl==0.9.1 tensordict==0.15.3
 	@touch $(READY)
 
 demo: $(READY) ## a small model learns arithmetic: SFT, then GRPO (SEED=1, ENGINES=1)
