@@ -6,6 +6,8 @@ it, and compare the numbers it leaves in ROOT/<program>.pt (rank 0).
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -181,6 +183,99 @@ def hf_logits_and_gradient(root: Path, name: str) -> tuple[torch.Tensor, dict[st
     return logits, {"loss": loss.item(), "grad_norm": norm.item()}
 
 
+def softmax_differences() -> dict[str, float]:
+    """Largest differences of log-probs, entropies and their gradients from a plain softmax in float64."""
+    from megatron.core import parallel_state
+
+    from services.trainer.ranks.log_probs import log_probs_and_entropy
+
+    ranks, rank = _tensor_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    shard = -(-VOCAB_SIZE // ranks)
+    generator = torch.Generator().manual_seed(5)
+    full = torch.randn(40, shard * ranks, generator=generator) * 3
+    targets = torch.randint(0, VOCAB_SIZE, (40,), generator=generator)
+    weights = torch.rand(2, 40, generator=generator)
+    plain = full[:, :VOCAB_SIZE].double().requires_grad_()
+    scores = (plain / 0.7).log_softmax(-1)
+    expected = scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+    (expected[0] @ weights[0].double() + expected[1] @ weights[1].double()).backward()
+    own = full.chunk(ranks, -1)[rank].clone().requires_grad_()
+    before = own.detach().clone()
+    got = log_probs_and_entropy(own, targets, vocab_size=VOCAB_SIZE, temperature=0.7)
+    (got[0] @ weights[0] + got[1] @ weights[1]).backward()
+    gradient = torch.nn.functional.pad(plain.grad, (0, shard * ranks - VOCAB_SIZE)).chunk(ranks, -1)[rank]
+    return {
+        "log_probs": (got[0] - expected[0]).abs().max().item(),
+        "entropy": (got[1] - expected[1]).abs().max().item(),
+        "gradient": (own.grad - gradient).abs().max().item(),
+        "logits_changed": (own.detach() - before).abs().max().item(),
+    }
+
+
+def weight_groups(root: Path) -> dict:
+    """Rank 0 sends the staged weights over groups in which rank 1 stands for engines; returns what each saw."""
+    from services.common.process import free_port
+    from services.trainer.core.buckets import plan_buckets
+    from services.trainer.core.commands import ChecksumRule, GroupSpec
+    from services.trainer.ranks.model.hf_weights import list_weights
+    from services.trainer.ranks.weights import WeightGroups, stage_weights
+
+    policy = Trainee(make_spec(root / "qwen3", 2, 1)).policy
+    staged = stage_weights(policy.model, policy.hf, 20_000, torch.device("cpu"))
+    names = ["good", "broken", "absent"]
+    box = [{name: free_port() for name in names}]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if torch.distributed.get_rank() == 1:
+        plan = plan_buckets(list_weights(policy.model, policy.hf), 20_000)
+        sizes = [sum(spec.size_bytes for spec in bucket) for bucket in plan.buckets]
+        box = [_stand_in_engine(box[0], sizes)]
+        torch.distributed.broadcast_object_list(box, src=1)
+        return {}
+    groups = WeightGroups(torch.device("cpu"))
+    out: dict = {"plan": staged.plan, "staged": [hashlib.sha256(b.numpy()).hexdigest() for b in staged.buckets]}
+    sources = tuple(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
+    out["rules"] = {"fused": ChecksumRule(sources), "padded": ChecksumRule(("lm_head.weight",), padding_bytes=96)}
+    out["checksums"] = staged.checksums(out["rules"])
+    specs = tuple(GroupSpec(name, "gloo", "127.0.0.1", box[0][name], 2) for name in names)
+    out["joined"] = groups.join(specs, timeout=8)
+    out["sent"] = []
+    for bucket in staged.buckets:
+        start = time.perf_counter()
+        results = groups.send(bucket, ("good", "broken"), timeout=3)
+        out["sent"].append((results, time.perf_counter() - start))
+    groups.leave_all()
+    torch.distributed.broadcast_object_list(box, src=1)
+    return out | {"received": box[0]}
+
+
+def _stand_in_engine(ports: dict[str, int], sizes: list[int]) -> list[str]:
+    """Joins as SGLang does; leaves "broken" after the first bucket and never joins "absent"."""
+    from torch.distributed import distributed_c10d
+
+    members = {}
+    timeout = datetime.timedelta(seconds=20)
+    for name in ("good", "broken"):
+        store, _, _ = next(distributed_c10d.rendezvous(f"tcp://127.0.0.1:{ports[name]}", 1, 2, timeout=timeout))
+        store = distributed_c10d.PrefixStore(name, store)
+        backend = distributed_c10d.Backend("gloo")
+        members[name], _ = distributed_c10d._new_process_group_helper(
+            2, 1, [], backend, store, group_name=name, timeout=timeout
+        )
+        distributed_c10d._world.pg_group_ranks[members[name]] = {0: 0, 1: 1}
+    received = []
+    for index, size in enumerate(sizes):
+        for name, group in list(members.items()):
+            options = torch.distributed.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            bucket = torch.empty(size, dtype=torch.uint8)
+            group.broadcast([bucket], options).wait()
+            if name == "good":
+                received.append(hashlib.sha256(bucket.numpy()).hexdigest())
+        if index == 0:
+            torch.distributed.destroy_process_group(members.pop("broken"))
+    return received
+
+
 def single(root: Path) -> dict:
     """World of one: parity with transformers, export, training, resume."""
     from services.trainer.ranks.checkpoint import load_checkpoint, save_checkpoint
@@ -194,6 +289,7 @@ def single(root: Path) -> dict:
         export_hf(trainee.policy.model, trainee.policy.hf, root / name, root / f"export_{name}")
         out["ours"][name] = trainee.step(0)
     out["training"] = train_all(root, 1, 1)
+    out["softmax"] = softmax_differences()
 
     trainee = Trainee(_spec_of("kl", root, 1, 1))
     empty = save_checkpoint(trainee.policy, root / "checkpoints", 0)
@@ -222,11 +318,12 @@ def pair(root: Path) -> dict:
     from services.trainer.ranks.checkpoint import load_checkpoint
     from services.trainer.ranks.export import export_hf
 
-    out = {"data_parallel": train_all(root, 2, 1)}
+    out = {"data_parallel": train_all(root, 2, 1), "groups": weight_groups(root)}
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
     out["tensor_parallel"] = train_all(root, 2, 2)
+    out["softmax"] = softmax_differences()
     out["logits"] = {name: packed_logits(root, name) for name in NAMES}
     for name in NAMES:
         policy = Trainee(make_spec(root / name, 2, 2)).policy

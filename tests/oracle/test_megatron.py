@@ -5,6 +5,7 @@ One process world of one rank and one of two run `rank_program`; the tests compa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def _run(program: str, world_size: int, root: Path) -> dict:
             process.kill()
     logs = "\n".join((root / f"{program}-{rank}.log").read_text()[-3000:] for rank in range(world_size))
     assert codes == [0] * world_size, logs
-    return torch.load(root / f"{program}.pt")
+    return torch.load(root / f"{program}.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,41 @@ def test_two_ranks_train_as_one(single: dict, pair: dict, layout: str, training:
         for key in ("lr", "trained_tokens", "total_tokens", "optimizer_steps"):
             assert ours[key] == expected[key]
         assert ours == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("world", ["single", "pair"])
+def test_log_probs_and_entropies_equal_a_plain_softmax(request: pytest.FixtureRequest, world: str) -> None:
+    differences = request.getfixturevalue(world)["softmax"]
+    assert differences["logits_changed"] == 0
+    assert max(differences.values()) < 1e-5
+
+
+def test_a_group_receives_the_staged_weights(root: Path, pair: dict) -> None:
+    groups = pair["groups"]
+    assert groups["received"] == groups["staged"]
+    tensors = load_file(root / "qwen3" / "model.safetensors")
+    for bucket, digest in zip(groups["plan"].buckets, groups["staged"], strict=True):
+        content = b"".join(tensors[spec.name].numpy().tobytes() for spec in bucket)
+        assert hashlib.sha256(content).hexdigest() == digest
+    assert {spec.name for bucket in groups["plan"].buckets for spec in bucket} == tensors.keys()
+
+
+def test_checksums_are_of_concatenated_bytes(root: Path, pair: dict) -> None:
+    tensors = load_file(root / "qwen3" / "model.safetensors")
+    for rule, parts in pair["groups"]["rules"].items():
+        content = b"".join(tensors[name].numpy().tobytes() for name in parts.sources) + bytes(parts.padding_bytes)
+        assert pair["groups"]["checksums"][rule] == hashlib.sha256(content).hexdigest()[:16]
+
+
+def test_a_broken_group_costs_its_own_deadline_only(pair: dict) -> None:
+    groups = pair["groups"]
+    assert groups["joined"]["good"] is None
+    assert groups["joined"]["broken"] is None
+    assert "Timed out" in groups["joined"]["absent"]
+    outcomes = [results for results, _ in groups["sent"]]
+    assert all(results["good"] is None for results in outcomes)
+    assert outcomes[-1]["broken"]
+    assert all(seconds < 6 for _, seconds in groups["sent"])
 
 
 def test_metrics_without_padding_are_counted_once(single: dict) -> None:

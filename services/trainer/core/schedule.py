@@ -95,6 +95,8 @@ def plan_step(samples: Sequence[SampleSize], settings: ScheduleSettings) -> Step
 
 def _plan_part(samples: Sequence[SampleSize], settings: ScheduleSettings) -> OptimizerStepPlan:
     bins = _first_fit(samples, settings) if settings.use_dynamic_batch_size else _chunks(samples, settings)
+    if settings.use_dynamic_batch_size and settings.data_parallel_size > 1:
+        bins = _evened_out(samples, round_up(len(bins), settings.data_parallel_size), settings) or bins
     _fill_to_multiple(bins, settings.data_parallel_size)
     return OptimizerStepPlan(
         micro_batches=_deal(bins, settings.data_parallel_size),
@@ -121,6 +123,21 @@ def _first_fit(samples: Sequence[SampleSize], settings: ScheduleSettings) -> lis
             bins.append([sample])
             loads.append(sample.length)
     return bins
+
+
+def _evened_out(samples: Sequence[SampleSize], count: int, settings: ScheduleSettings) -> list[list[SampleSize]] | None:
+    """`count` bins of about equal tokens, or None when that breaks the budget: ranks then have equal work."""
+    bins: list[list[SampleSize]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for sample in sorted(samples, key=lambda s: -s.length):
+        lightest = loads.index(min(loads))
+        bins[lightest].append(sample)
+        loads[lightest] += sample.length
+    within = all(
+        len(content) < 2 or round_up(load, settings.pad_multiple) <= settings.max_tokens
+        for content, load in zip(bins, loads, strict=True)
+    )
+    return bins if within else None
 
 
 def _chunks(samples: Sequence[SampleSize], settings: ScheduleSettings) -> list[list[SampleSize]]:

@@ -11,6 +11,7 @@ abandoned together with its group.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -185,5 +186,7 @@ def _on_threads(calls: Mapping[str, Callable[[], None]], timeout: float) -> dict
 
 
 def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    """First line of an error, without the source position and the advice that gloo wraps around it."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(" This is typically")[0]
+    return f"{type(error).__name__}: {text}"
