@@ -65,10 +65,19 @@ class EngineFleet:
         self._version = 0
         self._step = -1
         self._backoff: dict[str, tuple[float, float]] = {}
+        self._problems: dict[str, str] = {}
 
     async def nodes(self) -> list[NodeView]:
         """Live nodes that serve this run."""
         return [node for node in await self._rollout.nodes() if node.run_id == self._settings.run_id]
+
+    async def tell_problems(self) -> None:
+        """Writes what nodes say of themselves into the history, once each time it changes."""
+        for node in await self._rollout.nodes():
+            if node.problem != self._problems.get(node.node_id, ""):
+                text = f"has a problem: {node.problem}" if node.problem else "has no problem any more"
+                self._journal.write("notice", self._step, {}, f"rollout node {node.node_id} {text}")
+            self._problems[node.node_id] = node.problem
 
     async def engines(self) -> list[EngineView]:
         """Engines that can take part in an update."""
@@ -91,6 +100,7 @@ class EngineFleet:
                     return engines
             elif now - began > self._settings.engines_timeout:
                 raise await self._no_engine(now - began)
+            await self.tell_problems()
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _no_engine(self, waited: float, failures: dict[str, str] | None = None) -> ServiceError:

@@ -34,6 +34,9 @@ from services.trainer.core.weights import UpdateReport, UpdateSettings, WeightUp
 
 log = get_logger(__name__)
 
+_PATIENCE_SECONDS = 10.0
+"""A wait for a batch that is longer than this may have a cause that the user should see."""
+
 
 @dataclass(frozen=True)
 class Ports:
@@ -240,6 +243,8 @@ class TrainingLoop:
             waited = time.monotonic() - began
             if waited > self._spec.trainer.batch_timeout:
                 raise await self._batch_timeout(step, count, waited)
+            if self._fleet and waited > _PATIENCE_SECONDS:
+                await self._fleet.tell_problems()
 
     async def _batch_timeout(self, step: int, count: int, waited: float) -> ServiceError:
         counts = await self._ports.buffer.counts(self._run_id)

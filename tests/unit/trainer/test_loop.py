@@ -15,9 +15,11 @@ from services.trainer.core.progress import Progress
 from tests.support.trainer_world import SETTINGS, Crash, MemoryBuffer, MemoryRanks, World, make_spec
 
 
-async def train(world: World, stop: asyncio.Event | None = None) -> tuple[Outcome, MemoryRanks, Progress]:
+async def train(
+    world: World, stop: asyncio.Event | None = None, progress: Progress | None = None
+) -> tuple[Outcome, MemoryRanks, Progress]:
     """One trainer process over the world, to the end of the run."""
-    progress = Progress("r", run_dir=str(Path(world.spec.directory)))
+    progress = progress or Progress("r", run_dir=str(Path(world.spec.directory)))
     ports, ranks = world.ports(progress)
     try:
         session = await MemoryBuffer(world).begin_session("r")
@@ -150,9 +152,12 @@ async def test_no_engine_is_named_with_what_the_nodes_say(tmp_path):
     world = World(make_spec(tmp_path))
     world.engines.clear()
     world.problem = "SGLang did not start: no module named sglang"
+    progress = Progress("r", run_dir=str(tmp_path))
     with pytest.raises(ServiceError, match="no module named sglang") as caught:
-        await train(world)
+        await train(world, progress=progress)
     assert caught.value.reason == "NO_ENGINE"
+    told = [event for event in progress.events if "no module named sglang" in event.message]
+    assert len(told) == 1, "the user sees the cause while the run waits, once"
 
 
 async def test_a_checkpoint_of_another_run_is_refused(tmp_path):
