@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class LocalRanks:
                 "PYTHONUNBUFFERED": "1",
             },
             log_path=self._log_dir / f"rank-{rank}.log",
-            on_line=(lambda line: self._on_line(rank, line)) if self._on_line else None,
+            on_line=partial(self._on_line, rank) if self._on_line else None,
         )
         await process.start()
         self._processes.append(process)

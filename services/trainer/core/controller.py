@@ -249,9 +249,13 @@ class TrainerController:
     async def _end(self, active: _Active, state: str, reason: str) -> None:
         """Tells the buffer, then those who watch."""
         progress = active.progress
+        left = state == "STOPPED" and active.leave_active
+        if left:
+            reason = "this trainer was told to end; the run is still active, start it again to go on"
         if reason:
-            active.journal.write("notice", progress.step_count - 1, {}, f"run {progress.run_id} {state}: {reason}")
-        if state != "STOPPED" or not active.leave_active:
+            text = f"run {progress.run_id} {'pauses' if left else state}: {reason}"
+            active.journal.write("notice", progress.step_count - 1, {}, text)
+        if not left:
             try:
                 await self._buffer.finish_run(progress.run_id, active.epoch, state, reason)
             except ServiceError as error:

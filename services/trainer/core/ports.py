@@ -23,13 +23,6 @@ class RanksFailed(ServiceError):
         self.rank = rank
         self.answered = answered
 
-    def __reduce__(self):
-        return (_ranks_failed, (self.rank, self.message, self.answered))
-
-
-def _ranks_failed(rank: int, message: str, answered: bool) -> RanksFailed:
-    return RanksFailed(rank, message, answered=answered)
-
 
 class Buffer(Protocol):
     """The buffer service. Calls with an epoch raise FENCED when a newer trainer holds the run."""
