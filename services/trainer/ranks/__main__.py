@@ -23,6 +23,10 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Serves one command after the other on this thread."""
     arguments = _arguments()
+    # Read when torch loads its OpenMP: threads that spin while they wait make a step several times slower on a machine
+    # whose cores are shared with engines.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     key = bytes.fromhex(os.environ[commands.KEY_VARIABLE])
     with Client(arguments.socket, family="AF_UNIX", authkey=key) as connection:
         connection.send(commands.Hello(arguments.rank, os.getpid()))
