@@ -125,5 +125,5 @@ class RmsNorm(torch.nn.RMSNorm):
     """RMS norm whose weight is marked as shared by the parts of a split sequence: megatron sums its gradients."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **_) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
