@@ -72,6 +72,8 @@ class GenerationLoop:
         self._freed = asyncio.Event()
         self._draining = False
         self._failures = 0
+        # A call for prompts may wait while others are in work: only the time without any work is idle.
+        self._idle_since = time.monotonic()
         self.problem = ""
         self._puts: Batcher[tuple[str, Group], PutResult] = Batcher(
             self._put, max_items=256, max_weight=_PUT_BYTES, concurrency=2, weigh=_group_bytes
@@ -110,12 +112,11 @@ class GenerationLoop:
             await asyncio.sleep(min(0.05 * 2 ** min(self._failures, 10), _MAX_BACKOFF))
         if not await self._ready(_LEASE_WAIT):
             return
-        began = time.monotonic()
         leases = await self._buffer.lease_prompts(
             self._run.run_id, min(free, _MAX_LEASE_COUNT), _LEASE_WAIT, self._run.lease_ttl
         )
-        if not self._work:
-            self._counters.idle_seconds += time.monotonic() - began
+        if leases and not self._work:
+            self._counters.idle_seconds += time.monotonic() - self._idle_since
         for lease in leases:
             task = asyncio.create_task(self._handle(lease), name=lease.prompt.group_id)
             self._work[lease.lease_id] = task
@@ -123,6 +124,8 @@ class GenerationLoop:
 
     def _finished(self, lease_id: str) -> None:
         self._work.pop(lease_id, None)
+        if not self._work:
+            self._idle_since = time.monotonic()
         self._freed.set()
 
     async def _handle(self, lease: Lease) -> None:
