@@ -380,6 +380,7 @@ def _update_metrics(report: UpdateReport) -> dict[str, float]:
         "update_pause_seconds": report.pause_seconds,
         "update_bytes": float(report.total_bytes),
         "update_bucket_count": float(report.bucket_count),
+        "update_verified_tensor_count": float(report.verified_tensor_count),
         "update_engine_count": float(len(report.committed)),
         "update_failed_engine_count": float(len(report.failed)),
     }

@@ -57,9 +57,11 @@ class UpdateSettings:
 
 @dataclass
 class UpdateReport:
-    """What an update did. `failed`: engine id → why. `seconds` by part; `pause_seconds`: the longest standstill."""
+    """What an update did. `failed`: engine id → why. `seconds` by part; `pause_seconds`: the longest standstill;
+    `verified_tensor_count`: checksums that engines compared before they served, over all engines."""
 
     version: int
+    verified_tensor_count: int = 0
     committed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -282,6 +284,7 @@ class WeightUpdater:
                 await self._abort_one(engine, epoch, error.message)
             else:
                 report.committed.append(engine.engine_id)
+                report.verified_tensor_count += len(expected)
                 report.pause_seconds = max(report.pause_seconds, paused)
 
         await _all(*(ask(group, engine) for group in groups for engine in group.members))
