@@ -70,7 +70,7 @@ def service_error(error: grpc.RpcError) -> ServiceError:
     code = error.code().name
     reason, metadata, retry = "", {}, None
     with contextlib.suppress(ValueError):  # a status whose details contradict its code: keep the bare code
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType] - an RpcError is a Call
         for detail in status.details if status else ():
             info, delay = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             if detail.Unpack(info):

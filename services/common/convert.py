@@ -47,7 +47,7 @@ def sample_to_proto(sample: Sample, *, with_tensors: bool = True) -> sample_pb2.
         sample_id=sample.sample_id,
         group_id=sample.group_id,
         index=sample.index,
-        status=int(sample.status),
+        status=sample_pb2.SampleStatus.ValueType(sample.status),
         reward=sample.reward,
         unscored_reason=sample.unscored_reason,
         reward_details=sample.reward_details,
@@ -134,7 +134,7 @@ def sampling_from_proto(message: sample_pb2.SamplingParams) -> SamplingParams:
     """Sampling settings of a message; absent fields are None."""
 
     def get(name: str):
-        return getattr(message, name) if message.HasField(name) else None
+        return getattr(message, name) if message.HasField(name) else None  # pyright: ignore[reportArgumentType]
 
     return SamplingParams(
         temperature=get("temperature"),

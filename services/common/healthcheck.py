@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,7 +14,8 @@ def check(address: str, service: str = "", timeout: float = 3.0) -> str:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
-            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            response = stub.Check(request, timeout=timeout)
         except grpc.RpcError as error:
             return f"{address} does not answer: {error.code().name}."
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
@@ -25,7 +27,7 @@ def main() -> int:
     if not 2 <= len(sys.argv) <= 3:
         print("usage: python -m services.common.healthcheck host:port [full.service.Name]", file=sys.stderr)
         return 2
-    problem = check(*sys.argv[1:])
+    problem = check(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "")
     if problem:
         print(problem, file=sys.stderr)
     return 1 if problem else 0

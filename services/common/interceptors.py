@@ -45,7 +45,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, service: str) -> None:
         self._domain = f"{service}.tetrarch"
 
-    async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails) -> Any:
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, continuation: Callable, details: grpc.HandlerCallDetails
+    ) -> Any:
         """Wraps unary and server-streaming handlers; others pass through untouched."""
         handler = await continuation(details)
         if handler is None or details.method.startswith("/grpc."):
@@ -97,7 +99,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    async def _fail(self, error: Exception, context: grpc.aio.ServicerContext, method: str) -> None:
+    async def _fail(self, error: Exception, context: Any, method: str) -> None:
         """Ends the call with the error's status."""
         if isinstance(error, grpc.aio.AbortError):
             raise error

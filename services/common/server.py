@@ -64,7 +64,7 @@ class GrpcServer:
             )
         self._settings = settings
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=[ServerInterceptor(name)])
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names: list[str] = []
         self.port = 0

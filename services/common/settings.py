@@ -113,7 +113,8 @@ def build_settings(cls: type[SettingsT], argv: list[str], env_prefix: str) -> Se
         elif "=" not in value:
             raise SettingsError(f"--set {value!r} has no '='; write --set key=value.")
         else:
-            overrides.append(tuple(value.split("=", 1)))
+            key, _, text = value.partition("=")
+            overrides.append((key, text))
     known = list(cls.model_fields)
     for name, text in os.environ.items():
         if name.startswith(env_prefix):

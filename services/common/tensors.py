@@ -26,14 +26,14 @@ _TO_PROTO = {
 _TO_NAME = {value: name for name, value in _TO_PROTO.items()}
 
 
-def dtype_to_proto(name: str) -> tensor_pb2.DataType:
+def dtype_to_proto(name: str) -> tensor_pb2.DataType.ValueType:
     """DataType of a dtype name such as "float32"."""
     if name not in _TO_PROTO:
         raise invalid_field("dtype", name, f"use one of {', '.join(_TO_PROTO)}")
     return _TO_PROTO[name]
 
 
-def dtype_name(data_type: int) -> str:
+def dtype_name(data_type: tensor_pb2.DataType.ValueType) -> str:
     """dtype name of a DataType."""
     if data_type not in _TO_NAME:
         raise invalid_field("data_type", data_type, "it is not a known element type")

@@ -89,7 +89,8 @@ class RedisStore:
             "draw_limit": plan.draw_limit(dataset.row_count), "spec": spec_json, **_changeable(plan),
         }  # fmt: skip
         answer = await self._connection.run_script("create", run_id, _flat(values))
-        if answer[0] == "OK":
+        # A run with our own token was created by this very call: the first answer got lost.
+        if answer[0] == "OK" or await self._field(run_id, "skipped_token") == token.encode():
             return True
         async with self._connection.errors():
             await self._client.unlink(skipped_key)

@@ -174,57 +174,74 @@ class Engine(Protocol):
 
     async def health(self, timeout: float) -> bool:
         """True when it serves; never raises."""
+        ...
 
     async def info(self) -> EngineInfo:
         """Facts about the running engine."""
+        ...
 
     async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
         """Complete on this very engine, past the router; same contract as `Router.generate`."""
+        ...
 
     async def pause(self, mode: str) -> None:
         """Stop decoding. retract: running requests go back to the queue and are recomputed later; in_place:
         they keep their KV cache; abort: they end now with finish_reason "abort". New requests wait."""
+        ...
 
     async def resume(self) -> None:
         """Decode again."""
+        ...
 
     async def flush_cache(self) -> bool:
         """Drop the prefix cache. False when the engine could not because requests hold it."""
+        ...
 
     async def abort_all(self) -> None:
         """End all requests, running and waiting, with finish_reason "abort"."""
+        ...
 
     async def join_group(self, group: GroupSpec, timeout: float) -> None:
         """Join a weight group; returns when the collective stands. The trainer must join at the same time."""
+        ...
 
     async def leave_group(self, name: str, timeout: float) -> None:
         """Leave the group; leaving a group it is not in is not an error."""
+        ...
 
     async def begin_update(self) -> None:
         """Open an update; required before `receive_bucket`. A no-op on engines that do not know the notion."""
+        ...
 
     async def receive_bucket(self, specs: Sequence[TensorSpec], group_name: str, timeout: float) -> None:
         """Receive one flat byte tensor (`flat_bytes`) by broadcast from rank 0 and load it. If this raises
         before the engine joined the broadcast, the trainer's side hangs until it is aborted."""
+        ...
 
     async def end_update(self) -> None:
         """Close an update: post-load work runs once."""
+        ...
 
     async def checksums(self) -> dict[str, str]:
         """Checksum of every tensor the engine holds, by engine name (`checksum_algorithm`)."""
+        ...
 
     async def checksum_rules(self, specs: Sequence[TensorSpec]) -> list[ChecksumRule]:
         """How the engine's tensors are made from `specs`. Engine tensors no rule names are not verified;
         raises FAILED_PRECONDITION/TENSORS_UNKNOWN when a sent tensor has no place in the engine."""
+        ...
 
     async def set_version(self, version: int) -> None:
         """Set the version that tokens generated from now on carry. Aborts nothing."""
+        ...
 
     async def version(self) -> int:
         """The version set last; 0 after start."""
+        ...
 
     async def close(self) -> None:
         """Close connections; the process is not touched."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -267,6 +284,7 @@ class EngineFactory(Protocol):
         """Command and client of engine number `index` of this node, listening on `port` of the loopback.
         Starts nothing. Raises INVALID_ARGUMENT/INVALID_FIELD for arguments it cannot pass on and
         FAILED_PRECONDITION/ENGINE_MISSING when the engine's package is not installed."""
+        ...
 
 
 class Router(Protocol):
@@ -276,18 +294,23 @@ class Router(Protocol):
 
     async def start(self) -> None:
         """Start; returns when it accepts requests. UNAVAILABLE/ROUTER_UNAVAILABLE with the reason if it does not."""
+        ...
 
     async def stop(self) -> None:
         """Stop the process; requests in flight fail."""
+        ...
 
     async def add_worker(self, url: str, limits: RequestLimits) -> None:
         """Send requests to the engine at `url` from now on. Idempotent."""
+        ...
 
     async def remove_worker(self, url: str) -> None:
         """Send no more requests to `url`; those in flight go on. Idempotent."""
+        ...
 
     async def worker_urls(self) -> tuple[str, ...]:
         """Engines that are routed to now."""
+        ...
 
     async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
         """`sample_count` completions, in order. Retried on another engine when one fails before it answered.
@@ -296,3 +319,4 @@ class Router(Protocol):
         UNAVAILABLE/ENGINE_UNAVAILABLE when retries are used up, DEADLINE_EXCEEDED/ENGINE_TIMEOUT, and
         INVALID_ARGUMENT/ENGINE_REFUSED with the engine's sentence. An abort is not an error: see
         `Generation.finish_reason`."""
+        ...

@@ -93,6 +93,26 @@ async def test_a_store_that_forgot_the_scripts_is_taught_again(driver, connectio
     assert len((await driver.lease()).leases) == 2
 
 
+async def test_scripts_whose_answers_got_lost_may_run_again(driver, monkeypatch):
+    once = Connection.run_script
+
+    async def twice(self, name, run_id, args):
+        await once(self, name, run_id, args)
+        return await once(self, name, run_id, args)
+
+    monkeypatch.setattr(Connection, "run_script", twice)
+    assert (await driver.create(data={"rollout_max_prompt_len": 4})).skipped_row_count == 10
+    await driver.start()
+    answer = await driver.lease()
+    finished = [driver.finished(lease, answer.policy_version) for lease in answer.leases]
+    assert await driver.put(*finished) == ["STORED", "STORED"]
+    batch = await driver.take(0)
+    assert len(await driver.fetch([sample.sample_id for sample in batch.samples])) == 4
+    assert await driver.commit(0) == 2
+    assert (await driver.create()).skipped_row_count == 10
+    assert (await driver.stats()).consumed_count == 2
+
+
 async def test_the_sweep_reports_every_run_and_gives_expired_leases_back(driver, valkey_url):
     await driver.start()
     await driver.lease(1, ttl=0.01)

@@ -9,9 +9,11 @@ local answer = {'OK'}
 
 local function flip(at)
   local o, id, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
-  local record = redis.call('HMGET', group(o), 'state', 'lease', 'put_lease', 'leases')
+  local record = redis.call('HMGET', group(o), 'state', 'lease', 'put_lease', 'leases', 'token')
   local state, stored = record[1], tonumber(record[3] or 0)
   if not state or count > tonumber(record[4] or 0) then return 'INVALID', 'UNKNOWN_LEASE' end
+  -- The client runs a script again when its answer got lost: this very payload is the stored one.
+  if record[5] == ARGV[at + 4] then return 'STORED', '' end
   if ARGV[at + 3] ~= rollback then return 'LEASE_LOST', 'ROLLED_BACK' end
   if state == 'READY' or state == 'RESERVED' or state == 'CONSUMED' then return 'DUPLICATE', state end
   if state == 'EVICTED' then return 'LEASE_LOST', state end
