@@ -6,7 +6,7 @@ SEED ?= 1
 ENGINES ?= 1
 PIP_FLAGS ?=
 BIN := $(abspath $(VENV))/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_FLAGS)
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 
@@ -15,7 +15,7 @@ TORCH := torch==2.13.0
 
 setup: $(READY) ## everything the embedded mode and the tests need, in $(VENV)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "==> making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "==> installing torch (the largest download)"
 	@$(PIP) --upgrade pip
