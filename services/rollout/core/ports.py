@@ -14,7 +14,7 @@ from services.common.records import Group, Prompt
 
 @dataclass(frozen=True)
 class Lease:
-    """A prompt in the hands of this node. `attempt`: how often it was leased before."""
+    """A prompt in the hands of this node. `attempt`: how many attempts at it failed before."""
 
     lease_id: str
     prompt: Prompt

@@ -213,6 +213,7 @@ async def test_stale_groups_never_reach_the_trainer(driver, policy):
     assert dict(stats.evicted_by_reason) == ({"STALE": 2} if policy == "drop" else {})
     again = await driver.produce()
     assert [lease.prompt.ordinal for lease in again[:2]] == ([4, 5] if policy == "drop" else [2, 3])
+    assert {lease.attempt for lease in again} == {0}  # stale is not failed
     batch = await driver.take(1)
     assert {header.min_version for header in batch.samples} == {2}
     assert batch.stale_group_count == 2

@@ -39,8 +39,10 @@ for _ = 1, count do
   local id = digits(o) .. '.' .. digits(leases) .. '.' .. rollback
   redis.call('HSET', group(o), 'state', 'LEASED', 'lease', id, 'caller', ARGV[2])
   redis.call('ZADD', leased, now + tonumber(ARGV[4]), o)
-  append(o, id, digits(leases - 1))
-  memory[#memory + 1] = o .. ' ' .. id .. ' ' .. digits(leases - 1) .. ';'
+  -- Only what failed counts as an attempt: a group sent back for newer weights, or by a rollback, did not fail.
+  local failures = redis.call('HGET', group(o), 'failures') or '0'
+  append(o, id, failures)
+  memory[#memory + 1] = o .. ' ' .. id .. ' ' .. failures .. ';'
 end
 if #memory > 0 then redis.call('SET', request, table.concat(memory), 'PX', ARGV[5]) end
 return answer
