@@ -75,6 +75,8 @@ class GenerationLoop:
         # A call for prompts may wait while others are in work: only the time without any work is idle.
         self._idle_since = time.monotonic()
         self.problem = ""
+        self.run_ended = False
+        """The buffer said so; a run that is opened again needs another loop."""
         self._puts: Batcher[tuple[str, Group], PutResult] = Batcher(
             self._put, max_items=256, max_weight=_PUT_BYTES, concurrency=2, weigh=_group_bytes
         )
@@ -93,6 +95,7 @@ class GenerationLoop:
                     await self._turn()
                 except ServiceError as error:
                     if error.reason == "RUN_FINISHED":
+                        self.run_ended = True
                         return
                     self.problem = f"Prompts cannot be leased: {error}"
                     log.warning("prompts cannot be leased", error=str(error))

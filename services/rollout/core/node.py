@@ -129,7 +129,9 @@ class Node:
         """Follows the buffer's runs until cancelled."""
         while not self._draining:
             try:
-                await self._follow(await self._outside.buffer.newest_active_run())
+                # Looked at before the buffer is asked: a run that had ended and is active now was opened again.
+                ended = self.session is not None and self.session.run_ended
+                await self._follow(await self._outside.buffer.newest_active_run(), reopened=ended)
             except ServiceError as error:
                 self._problem = f"The buffer does not answer: {error}"
                 log.warning("runs cannot be listed", error=str(error))
@@ -138,14 +140,14 @@ class Node:
                 log.exception("the node failed to follow its run")
             await asyncio.sleep(self._settings.poll_seconds)
 
-    async def _follow(self, run: ActiveRun | None) -> None:
+    async def _follow(self, run: ActiveRun | None, *, reopened: bool) -> None:
         if run is not None and run.run_id == self._refused:
             return
         self._refused, self._problem = None, ""
         if run is None:
             await self._linger()
             return
-        if run.run_id == self.run_id and self._ended_at is None:
+        if run.run_id == self.run_id and self._ended_at is None and not reopened:
             return
         await self._leave_run()
         try:

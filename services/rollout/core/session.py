@@ -97,6 +97,11 @@ class RunSession:
         return self._loop.running_count
 
     @property
+    def run_ended(self) -> bool:
+        """True once the buffer answered that the run is over; no prompt is leased any more."""
+        return self._loop.run_ended
+
+    @property
     def problem(self) -> str:
         """Why groups do not come, in one sentence; empty when they do."""
         if self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception():
