@@ -306,6 +306,10 @@ def single(root: Path) -> dict:
         "resumed": [resumed.step(seed) for seed in range(2, 4)],
         "weights": (trainee.weights(), resumed.weights()),
     }
+    other = Trainee(make_spec(root / "qwen3", 1, 1, weight_decay=0.5, adam_beta2=0.99, lr_warmup_iters=4))
+    load_checkpoint(other.policy, root / "checkpoints", new_run=True)
+    groups = other.policy.optimizer.param_groups
+    out["new_run"] = (other.policy.next_learning_rate(), [(group["weight_decay"], group["betas"]) for group in groups])
     load_checkpoint(resumed.policy, empty)
     out["from_empty"] = (first, [resumed.step(seed) for seed in range(2)])
     return out

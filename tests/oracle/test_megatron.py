@@ -177,6 +177,12 @@ def test_checkpoint_before_the_first_step_restores_everything(single: dict) -> N
     assert again == first
 
 
+def test_another_runs_checkpoint_brings_no_schedule_and_no_settings(single: dict) -> None:
+    rate, groups = single["new_run"]
+    assert rate == pytest.approx(1e-2 / 4)
+    assert set(groups) == {(0.5, (0.9, 0.99))}
+
+
 def test_checkpoint_of_one_rank_continues_on_two(single: dict, pair: dict) -> None:
     for ours, expected in zip(pair["resharded"], single["resume"]["uninterrupted"], strict=True):
         for key in ("loss", "grad_norm"):

@@ -289,6 +289,7 @@ class MemoryRanks:
         if command.path not in self.world.files:
             self.failure = RanksFailed(0, f"Rank 0 failed in Load: {command.path} is not there.", answered=True)
             raise self.failure
+        assert command.new_run == (command.path == self.world.spec.trainer.load), "only `load` is another run's"
         self.steps, history = self.world.files[command.path]
         self.history = copy.copy(history)
         return commands.LoadResult(self.steps, self.steps)

@@ -72,9 +72,11 @@ class SetupResult:
 @dataclass(frozen=True)
 class Load:
     """Collective. Restores model, optimizer and counters from a trainer checkpoint: one checkpoint's own
-    directory, or a directory of checkpoints with a `latest` file. → LoadResult."""
+    directory, or a directory of checkpoints with a `latest` file. `new_run`: the checkpoint is another run's, so the
+    learning rate begins its schedule anew. → LoadResult."""
 
     path: str
+    new_run: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ class CheckpointPlaces:
     load: str | None
 
 
-async def load_ranks(ranks: Ranks, path: str, timeout: float) -> int:
+async def load_ranks(ranks: Ranks, path: str, timeout: float, *, new_run: bool = False) -> int:
     """Restores the ranks; → steps contained. A checkpoint the ranks refuse is the user's to replace.
 
     Raises:
         ServiceError: CHECKPOINT_UNUSABLE; RanksFailed when a rank died.
     """
     try:
-        results: list[LoadResult] = await ranks.call_all(Load(path), timeout)
+        results: list[LoadResult] = await ranks.call_all(Load(path, new_run), timeout)
     except RanksFailed as error:
         if not error.answered:
             raise
@@ -72,7 +72,7 @@ async def restore(
             path = run.checkpoint_path
             step_count = await load_ranks(ranks, path, timeout) - first_step
     elif places.load:
-        first_step = await load_ranks(ranks, places.load, timeout)
+        first_step = await load_ranks(ranks, places.load, timeout, new_run=True)
     if step_count - 1 > run.committed_step + 1:
         raise ServiceError(
             Code.FAILED_PRECONDITION,

@@ -26,6 +26,8 @@ from services.common.errors import Code, ServiceError
 from services.trainer.ranks.policy import Policy
 
 _LATEST = "latest"
+_SETTINGS = ("weight_decay", "betas", "eps")
+"""Of AdamW; the learning rate is set at every step."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,11 @@ def _resolve(path: str | Path) -> Path:
     return target
 
 
-def load_checkpoint(policy: Policy, path: str | Path) -> Counters:
+def load_checkpoint(policy: Policy, path: str | Path, *, new_run: bool = False) -> Counters:
     """Restores model and optimizer from a checkpoint, or from the latest one in a directory. All ranks must call it.
+
+    The optimizer keeps the settings it was built with. With `new_run` the policy counts its optimizer steps, and so the
+    schedule of learning rates, from 0.
 
     Raises:
         ServiceError: CHECKPOINT_INVALID.
@@ -155,7 +160,11 @@ def load_checkpoint(policy: Policy, path: str | Path) -> Counters:
     optimizer = state["optimizer"]
     # A step of 0 is not written; mixed precision keeps Adam one level deeper.
     optimizer.get("optimizer", optimizer)["state"].setdefault("common_step", torch.tensor(0.0))
+    # The state brings the settings of the run that saved it, which may have been another.
+    own = [{name: group[name] for name in _SETTINGS} for group in policy.optimizer.param_groups]
     policy.optimizer.load_state_dict(optimizer)
+    for group, settings in zip(policy.optimizer.param_groups, own, strict=True):
+        group.update(settings)
     counters = Counters(**state["counters"])
-    policy.optimizer_steps = counters.optimizer_steps
+    policy.optimizer_steps = 0 if new_run else counters.optimizer_steps
     return counters

@@ -94,7 +94,7 @@ class RankWorker:
     def _load(self, command: commands.Load) -> commands.LoadResult:
         from services.trainer.ranks.checkpoint import load_checkpoint
 
-        counters = load_checkpoint(self._policy, command.path)
+        counters = load_checkpoint(self._policy, command.path, new_run=command.new_run)
         self._step_count = counters.step_count
         return commands.LoadResult(counters.step_count, counters.optimizer_steps)
 
