@@ -1,7 +1,11 @@
-"""Fetches a rank's own samples from the buffer."""
+"""Fetches a rank's own samples from the buffer.
+
+A buffer that goes away in the middle is asked again: a failed fetch would cost the run all steps since its checkpoint.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import grpc
@@ -13,6 +17,8 @@ from services.common.errors import Code, ServiceError
 from services.common.records import Sample
 
 _TIMEOUT_SECONDS = 120.0
+_PAUSE_SECONDS = (0.2, 3.0)
+"""First and longest pause between tries."""
 
 
 class SampleSource:
@@ -23,7 +29,7 @@ class SampleSource:
         self._channel: grpc.Channel | None = None
 
     def fetch(self, address: str, run_id: str, sample_ids: Sequence[str]) -> dict[str, Sample]:
-        """Samples by id.
+        """Samples by id; a buffer that does not answer is asked for two minutes.
 
         Raises:
             ServiceError: as the buffer says, or SAMPLE_NOT_FOUND when its answer lacks one.
@@ -32,10 +38,7 @@ class SampleSource:
             return {}
         stub = buffer_service_pb2_grpc.BufferServiceStub(self._open(address))
         request = buffer_service_pb2.FetchSamplesRequest(run_id=run_id, sample_ids=sample_ids)
-        try:
-            parts = list(stub.FetchSamples(request, timeout=_TIMEOUT_SECONDS, wait_for_ready=True))
-        except grpc.RpcError as error:
-            raise service_error(error) from error
+        parts = self._ask(stub, request)
         samples = {message.sample_id: sample_from_proto(message) for part in parts for message in part.samples}
         missing = [sample_id for sample_id in sample_ids if sample_id not in samples]
         if missing:
@@ -47,6 +50,22 @@ class SampleSource:
                 run_id=run_id,
             )
         return samples
+
+    @staticmethod
+    def _ask(
+        stub: buffer_service_pb2_grpc.BufferServiceStub, request: buffer_service_pb2.FetchSamplesRequest
+    ) -> list[buffer_service_pb2.FetchSamplesResponse]:
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        pause, longest = _PAUSE_SECONDS
+        while True:
+            try:
+                return list(stub.FetchSamples(request, timeout=deadline - time.monotonic(), wait_for_ready=True))
+            except grpc.RpcError as error:
+                failure = service_error(error)
+                if failure.code is not Code.UNAVAILABLE or time.monotonic() + pause >= deadline:
+                    raise failure from error
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _open(self, address: str) -> grpc.Channel:
         if self._channel is None or address != self._address:
