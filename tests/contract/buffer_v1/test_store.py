@@ -60,6 +60,26 @@ async def test_a_full_store_pushes_back_and_loses_nothing(driver, connection):
     assert await driver.put(driver.finished(lease, 1)) == ["STORED"]
 
 
+async def test_a_full_store_still_lets_the_trainer_make_room(driver, connection):
+    await driver.start()
+    await driver.produce()
+    await connection.client.config_set("maxmemory", "1mb")
+    try:
+        assert len((await driver.take(0)).samples) == 4
+        assert await driver.commit(0) == 2
+        before = (await driver.stats()).payload_bytes
+        await driver.checkpoint(0)
+        assert (await driver.stats()).payload_bytes < before
+        await driver.session()
+        await driver.restore(0)
+        await driver.publish(1)
+        lease = (await driver.lease(1)).leases[0]
+        assert (await refusal(driver.put(driver.finished(lease, 2)))).reason == "STORE_FULL"
+    finally:
+        await connection.client.config_set("maxmemory", "0")
+    assert await driver.put(driver.finished(lease, 2)) == ["STORED"]
+
+
 async def test_a_data_file_that_vanishes_fails_no_prompt(driver, data, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(data[0].read_bytes())

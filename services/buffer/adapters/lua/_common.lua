@@ -23,10 +23,15 @@ local function missing()
   if redis.call('EXISTS', run) == 0 then return {'RUN_NOT_FOUND'} end
 end
 
+-- A full store refuses a script at its first write that may take memory, and none after a write that may not. The
+-- trainer's calls take little and free payload: they must pass, or a full store would stay full.
+local function pass_when_full() redis.call('DEL', prefix .. 'nothing') end
+
 -- An error answer when the caller's session is not the newest, else nil.
 local function fenced(epoch)
   local newest = number('trainer_epoch')
   if tonumber(epoch) ~= newest then return {'FENCED', digits(newest)} end
+  pass_when_full()
 end
 
 local function evict(o, reason)
