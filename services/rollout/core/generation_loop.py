@@ -192,7 +192,9 @@ class GenerationLoop:
             try:
                 return await self._buffer.put_groups(self._run.run_id, groups)
             except ServiceError as error:
-                passing = error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
+                # A full store (RESOURCE_EXHAUSTED) says when to come again; a group that is too large does not.
+                passing = error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) or error.retry_seconds is not None
+                pause = max(pause, error.retry_seconds or 0.0)
                 if not passing or time.monotonic() + pause > deadline:
                     raise
             await asyncio.sleep(pause)

@@ -117,7 +117,8 @@ async def test_many_failures_in_a_row_are_the_nodes_problem():
 
 async def test_a_put_is_repeated_while_the_buffer_is_away():
     buffer = ListBuffer([make_prompt("1", "g1")])
-    buffer.put_errors = [UNAVAILABLE, UNAVAILABLE]
+    full = ServiceError(Code.RESOURCE_EXHAUSTED, "STORE_FULL", "the store is full", retry_seconds=0.2)
+    buffer.put_errors = [UNAVAILABLE, full, UNAVAILABLE]
     loop, _ = build(buffer, [both])
     async with running(loop):
         await until(lambda: buffer.put)
