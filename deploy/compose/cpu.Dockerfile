@@ -18,7 +18,8 @@ COPY services services
 RUN uv pip install --no-cache --no-deps .
 
 FROM python:3.11-slim
-RUN useradd --no-log-init --create-home --uid 10001 tetrarch && install -d -o tetrarch -g tetrarch /data
+RUN useradd --no-log-init --create-home --home-dir /var/lib/tetrarch --uid 10001 tetrarch \
+    && install -d -o tetrarch -g tetrarch /data
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 # The supervisor keeps its state, and a run file's relative paths start, here.

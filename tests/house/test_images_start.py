@@ -87,6 +87,8 @@ class Stack:
                 copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
                 (tree / source).parent.mkdir(parents=True, exist_ok=True)
                 copy(ROOT / source, tree / source)
+            # Else the import system would look for the rest of `services` in an installed checkout.
+            (tree / "services" / "__init__.py").touch()
         return tree
 
     async def start(self) -> None:
