@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from services.common.errors import Code, ServiceError
@@ -41,6 +42,18 @@ class SharedCheckpointFiles:
         except (OSError, ValueError, KeyError):
             return None
 
+    def check_export(self, directory: str) -> None:
+        """Looks at the place of an export before ranks write there. Raises EXPORT_REFUSED."""
+        target = Path(directory)
+        try:
+            if target.exists() and (not target.is_dir() or any(target.iterdir())):
+                raise _export_refused(directory, "it exists and is not an empty directory; name a new one")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent):
+                pass
+        except OSError as error:
+            raise _export_refused(directory, f"{error.strerror or error}; name another place") from error
+
     def mark(self, directory: str, marker: CheckpointMarker) -> None:
         """Claims a directory for a run. Raises SAVE_NOT_WRITABLE."""
         root = Path(directory)
@@ -61,3 +74,12 @@ class SharedCheckpointFiles:
                 f"save {directory} cannot be written: {error.strerror or error}.",
                 path=directory,
             ) from error
+
+
+def _export_refused(directory: str, why: str) -> ServiceError:
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "EXPORT_REFUSED",
+        f"Nothing is exported to {directory} on the trainer's host: {why}.",
+        path=directory,
+    )

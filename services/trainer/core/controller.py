@@ -135,6 +135,8 @@ class TrainerController:
                 raise ServiceError(
                     Code.FAILED_PRECONDITION, "BUSY", f"Run {run_id} is still loading; try again.", retry_seconds=5.0
                 )
+            # A rank that fails to write would end the attempt, and with it all steps since the checkpoint.
+            self._files.check_export(path)
             return await active.loop.export(path), active.progress.step_count
         async with self._lock:
             self._refuse_when_busy(self._running())
@@ -148,6 +150,7 @@ class TrainerController:
                     f" {_directory(spec)}/hf.",
                     run_id=run_id,
                 )
+            self._files.check_export(path)
             return await self._export_checkpoint(run, spec, path), run.checkpoint_step + 1
 
     async def _export_checkpoint(self, run: Run, spec: RunSpec, path: str) -> str:

@@ -148,6 +148,10 @@ class CheckpointFiles(Protocol):
 
     def mark(self, directory: str, marker: CheckpointMarker) -> None: ...
 
+    def check_export(self, directory: str) -> None:
+        """Raises EXPORT_REFUSED for a place where a user's export would destroy something, or could not be written."""
+        ...
+
 
 class Journal(Protocol):
     """The run's history: metrics.jsonl, TensorBoard, Prometheus and the stream of events."""

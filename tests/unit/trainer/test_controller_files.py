@@ -74,3 +74,17 @@ def test_marker(tmp_path):
     with pytest.raises(ServiceError, match="cannot be written") as caught:
         files.mark(str(tmp_path / "file"), marker)
     assert caught.value.reason == "SAVE_NOT_WRITABLE"
+
+
+def test_exports_destroy_nothing_and_are_refused_where_they_cannot_be_written(tmp_path):
+    files = SharedCheckpointFiles()
+    files.check_export(str(tmp_path / "new" / "export"))
+    (tmp_path / "empty").mkdir()
+    files.check_export(str(tmp_path / "empty"))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == []
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    for place, why in (("full", "is not an empty directory"), ("full/thesis.tex/export", "File exists")):
+        with pytest.raises(ServiceError, match=why) as caught:
+            files.check_export(str(tmp_path / place))
+        assert caught.value.reason == "EXPORT_REFUSED"
