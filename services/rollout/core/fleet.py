@@ -131,6 +131,10 @@ class Fleet:
         if slot.state is not EngineState.READY or slot.engine_id in self._routed or info is None:
             return
         await self.router.add_worker(engine.url, info.limits)
+        if slot.engine is not engine or slot.state is not EngineState.READY:
+            # It died or lost its weights meanwhile; who saw that found nothing to take from the router.
+            await self.router.remove_worker(engine.url)
+            return
         self._routed.add(slot.engine_id)
         self._serving.set()
 
