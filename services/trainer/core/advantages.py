@@ -42,7 +42,8 @@ def group_advantages(samples: Sequence[ScoredSample], *, normalize_std: bool = T
     advantages: dict[str, float] = {}
     for members in groups.values():
         rewards = np.array([member.reward for member in members], dtype=np.float64)
-        centred = rewards - rewards.mean()
+        # The mean of equal numbers may be off by a rounding; their advantages are exactly 0.
+        centred = rewards - rewards.mean() if np.ptp(rewards) else np.zeros_like(rewards)
         if normalize_std and len(members) > 1:
             centred = centred / (centred.std(ddof=1) + STD_EPSILON)
         advantages.update(zip((member.sample_id for member in members), centred.tolist(), strict=True))
