@@ -83,7 +83,7 @@ class RedisStore:
             "committed_step": -1, "checkpoint_step": -1, "checkpoint_path": "", "trainer_epoch": 0, "drawn": 0,
             "base": 0, "open": 0, "rollback": 0, "lease_expired": 0, "stale": 0, "stale_since_take": 0,
             "payload_bytes": 0, "summary_limit": _SUMMARY_LIMIT, "row_count": dataset.row_count,
-            "skipped_count": dataset.skipped_count, "skipped_token": token, "saves": int(plan.saves),
+            "skipped_count": dataset.skipped_count, "skipped_token": token,
             "sft": int(plan.sft), "batch": plan.batch, "samples": plan.samples, "interval": plan.interval,
             "max_staleness": plan.max_staleness, "stale_policy": plan.stale_policy,
             "draw_limit": plan.draw_limit(dataset.row_count), "spec": spec_json, **_changeable(plan),
@@ -307,7 +307,10 @@ class RedisStore:
 
 
 def _changeable(plan: RunPlan) -> dict[str, int]:
-    return {"steps": plan.steps, "most_ready": plan.most_ready, "max_attempts": plan.max_attempts}
+    return {
+        "steps": plan.steps, "most_ready": plan.most_ready, "max_attempts": plan.max_attempts,
+        "saves": int(plan.saves),
+    }  # fmt: skip
 
 
 def _flat(values: dict[str, str | int]) -> list[str | int]:

@@ -52,7 +52,7 @@ class RunPlan:
     max_attempts: int
     epochs: int | None
     saves: bool
-    """Whether the trainer writes checkpoints, so that consumed payloads must be kept until one covers them."""
+    """Whether the trainer writes checkpoints on the way, so that consumed payloads are kept until one covers them."""
 
     def draw_limit(self, row_count: int) -> int:
         """Prompts that can be drawn in all; -1 when there is no end."""
@@ -80,7 +80,7 @@ def make_plan(spec: Any) -> RunPlan:
         most_ready=data.async_buffer_size or 0,
         max_attempts=data.max_prompt_attempts,
         epochs=data.num_epoch,
-        saves=trainer.save is not None,
+        saves=trainer.save_interval is not None,
     )
 
 

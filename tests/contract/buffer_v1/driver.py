@@ -68,7 +68,7 @@ class Driver:
                 "rollout_batch_size": 2,
                 "n_samples_per_prompt": 2,
             },
-            "trainer": {"save": "checkpoints"},
+            "trainer": {"save": "checkpoints", "save_interval": 1},
         }
         self.epoch = 0
         self.samples = 2

@@ -284,8 +284,8 @@ async def test_what_a_checkpoint_covers_is_freed_and_what_it_does_not_is_kept(dr
     assert (await driver.call("GetRun")).run.checkpoint_step == -1
 
 
-async def test_a_run_without_checkpoints_frees_payload_at_the_commit(driver):
-    await driver.start(trainer={"save": None})
+async def test_a_run_without_checkpoints_on_the_way_frees_payload_at_the_commit(driver):
+    await driver.start(trainer={"save_interval": None})
     groups = await driver.step(0)
     assert (await driver.stats()).payload_bytes == 0
     assert (await refusal(driver.fetch([f"{groups[0]}-0"]))).reason == "SAMPLE_NOT_FOUND"

@@ -7,7 +7,7 @@ local step, committed = tonumber(ARGV[2]), number('committed_step')
 if step <= committed then return {'OK', digits(redis.call('ZCOUNT', consumed, step, step))} end
 local taken = redis.call('ZRANGE', reserved, 0, -1)
 if step ~= committed + 1 or #taken == 0 then return {'STEP_OUT_OF_ORDER', digits(committed)} end
--- Without checkpoints nothing but a start from the beginning can follow a loss, and that makes new samples.
+-- Without checkpoints on the way a loss is followed by a start from far behind, and that makes new samples.
 local forget = field('saves') ~= '1'
 for _, o in ipairs(taken) do
   redis.call('ZADD', consumed, step, o)
