@@ -73,7 +73,11 @@ async def restore(
             step_count = await load_ranks(ranks, path, timeout) - first_step
     elif places.load:
         first_step = await load_ranks(ranks, places.load, timeout, new_run=True)
-    if step_count - 1 > run.committed_step + 1:
+    try:
+        returned, _ = await buffer.restore_run(run.run_id, session.epoch, step_count - 1)
+    except ServiceError as error:
+        if error.reason != "STEP_NOT_RESTORABLE":
+            raise
         raise ServiceError(
             Code.FAILED_PRECONDITION,
             "CHECKPOINT_AHEAD",
@@ -82,8 +86,7 @@ async def restore(
             f" --load {path}.",
             run_id=run.run_id,
             path=path,
-        )
-    returned, _ = await buffer.restore_run(run.run_id, session.epoch, step_count - 1)
+        ) from error
     if step_count and step_count - 1 > run.checkpoint_step:
         await buffer.record_checkpoint(run.run_id, session.epoch, step_count - 1, path)
     return Restored(step_count, first_step, path, returned)

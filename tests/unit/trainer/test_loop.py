@@ -190,8 +190,9 @@ async def test_loaded_weights_count_steps_of_their_own(tmp_path):
         assert Counter(ranks.history) == Counter(expected_history(world) * 2), f"death at {moment}"
 
 
-async def test_a_store_that_was_lost_is_noticed(tmp_path):
-    world = World(make_spec(tmp_path, trainer={"save_interval": 2}))
+@pytest.mark.parametrize("steps", [1, 4])
+async def test_a_store_that_was_lost_is_noticed(tmp_path, steps):
+    world = World(make_spec(tmp_path, steps=steps, trainer={"save_interval": 1}))
     await train(world)
     empty = World(make_spec(tmp_path), files=world.files, latest=world.latest, markers=world.markers)
     with pytest.raises(ServiceError, match="the buffer's store was lost or replaced") as caught:
