@@ -12,15 +12,19 @@ from services.trainer.core.records import EngineState, EvalResult, NodeView
 
 _RETRY_SECONDS = 1.0
 _GIVE_UP = (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
+_PASSING = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
+_ATTEMPTS = 3
+"""Failures of other kinds, of a user's generate function say: training must not wait for what fails every time."""
 
 
 async def evaluate(
     rollout: Rollout, run_id: str, datasets: Sequence[str], min_version: int, timeout: float
 ) -> list[EvalResult]:
-    """Results in order of `datasets`. A node that fails is asked again, or another one, until `timeout` seconds.
+    """Results in order of `datasets`. A node that goes away is asked again, or another one, until `timeout` seconds.
 
     Raises:
-        ServiceError: DATASET_NOT_FOUND and the like at once, EVALUATION_FAILED when time is up.
+        ServiceError: DATASET_NOT_FOUND and the like at once, other failures of the evaluation itself after three
+            attempts, EVALUATION_FAILED when time is up.
     """
     deadline = time.monotonic() + timeout
     return [await _one(rollout, run_id, dataset, min_version, deadline) for dataset in datasets]
@@ -28,7 +32,7 @@ async def evaluate(
 
 async def _one(rollout: Rollout, run_id: str, dataset: str, min_version: int, deadline: float) -> EvalResult:
     why = "no rollout node serves the run"
-    attempt = 0
+    attempt = failures = 0
     while (left := deadline - time.monotonic()) > 0:
         nodes = _able(await rollout.nodes(), run_id, min_version)
         if nodes:
@@ -36,7 +40,8 @@ async def _one(rollout: Rollout, run_id: str, dataset: str, min_version: int, de
                 node = nodes[attempt % len(nodes)]
                 return await rollout.evaluate(node, run_id, dataset, min_version, left)
             except ServiceError as error:
-                if error.code in _GIVE_UP:
+                failures += error.code not in _PASSING
+                if error.code in _GIVE_UP or failures == _ATTEMPTS:
                     raise
                 why = error.message
                 attempt += 1
