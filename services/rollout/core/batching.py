@@ -43,12 +43,16 @@ class Batcher(Generic[ItemT, ResultT]):
         self._weigh = weigh
         self._queue: deque[tuple[ItemT, asyncio.Future[ResultT]]] = deque()
         self._senders: set[asyncio.Task[None]] = set()
+        # Not len(_senders): a task leaves that set a turn of the loop after it found the queue empty, and an item that
+        # comes in between would wait for a sender that sends no more.
+        self._sending = 0
 
     async def submit(self, item: ItemT) -> ResultT:
         """Result of one item. A cancelled caller's item is still sent when its batch has left."""
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._queue.append((item, future))
-        if len(self._senders) < self._concurrency:
+        if self._sending < self._concurrency:
+            self._sending += 1
             task = asyncio.create_task(self._send())
             self._senders.add(task)
             task.add_done_callback(self._senders.discard)
@@ -69,7 +73,13 @@ class Batcher(Generic[ItemT, ResultT]):
         return batch
 
     async def _send(self) -> None:
-        await asyncio.sleep(0)  # let the callers of this turn of the loop join the batch
+        try:
+            await asyncio.sleep(0)  # let the callers of this turn of the loop join the batch
+            await self._send_all()
+        finally:
+            self._sending -= 1
+
+    async def _send_all(self) -> None:
         while batch := self._next_batch():
             try:
                 results = await self._flush([item for item, _ in batch])

@@ -55,3 +55,13 @@ async def test_a_missing_result_is_an_error():
 
     with pytest.raises(RuntimeError, match="0 results came for a batch of 1"):
         await Batcher(flush, max_items=1, concurrency=1).submit(1)
+
+
+async def test_an_item_that_comes_the_moment_a_sender_ends_is_sent():
+    async def flush(items):
+        return items
+
+    batcher = Batcher(flush, max_items=4, concurrency=1)
+    assert await asyncio.wait_for(batcher.submit(1), 5) == 1
+    # This runs before the loop has told the batcher that its sender is done.
+    assert await asyncio.wait_for(batcher.submit(2), 5) == 2
