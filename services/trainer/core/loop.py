@@ -11,6 +11,7 @@ admission (`max_staleness`). Invariants, in the order that makes a death at any 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
 from dataclasses import dataclass
@@ -195,6 +196,7 @@ class TrainingLoop:
                 await self._step(step)
             except ServiceError as error:
                 if error.reason != "DATA_EXHAUSTED":
+                    await self._rescue(error)
                     raise
                 text = f"the data ended after {step} of {total} steps: {error.message}"
                 self._write("notice", step - 1, {}, text)
@@ -349,6 +351,14 @@ class TrainingLoop:
         if self._progress.step_count and self._saved_step_count != self._progress.step_count:
             await self._save()
         return Outcome.STOPPED
+
+    async def _rescue(self, error: ServiceError) -> None:
+        """A run that ends for want of engines or groups, say, keeps what was trained, as a stop does."""
+        ours = not isinstance(error, RanksFailed) and error.reason not in ("FENCED", "BUFFER_UNREACHABLE")
+        done = self._progress.step_count
+        if ours and self._spec.trainer.save and done and self._saved_step_count != done:
+            with contextlib.suppress(ServiceError):  # the error that ends the run is the one to be told
+                await self._save()
 
     async def export(self, path: str) -> str:
         """Writes the present weights as a Hugging Face checkpoint; → its directory."""

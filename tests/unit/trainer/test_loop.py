@@ -136,6 +136,10 @@ async def test_batch_timeout_says_who_does_what(tmp_path):
     assert "3 are ready" in caught.value.message
     assert "4 STALE" in caught.value.message
     assert "n-0 READY at version 2" in caught.value.message
+    assert world.checkpoint[0] == 0, "what was trained is kept"
+    world.supply = 100
+    _, ranks, _ = await train(world)
+    assert Counter(ranks.history) == Counter(expected_history(world))
 
 
 async def test_data_may_end_before_the_last_step(tmp_path):
