@@ -62,6 +62,7 @@ async def test_an_item_that_comes_the_moment_a_sender_ends_is_sent():
         return items
 
     batcher = Batcher(flush, max_items=4, concurrency=1)
-    assert await asyncio.wait_for(batcher.submit(1), 5) == 1
-    # This runs before the loop has told the batcher that its sender is done.
-    assert await asyncio.wait_for(batcher.submit(2), 5) == 2
+    async with asyncio.timeout(5):
+        assert await batcher.submit(1) == 1
+        # This runs before the loop has told the batcher that its sender is done.
+        assert await batcher.submit(2) == 2
