@@ -132,6 +132,17 @@ class GenerationLoop:
         self._freed.set()
 
     async def _handle(self, lease: Lease) -> None:
+        # Every part has a deadline of its own; this one holds whatever they forget, so that no lease is extended for ever.
+        run = self._run
+        seconds = run.generate_timeout + run.score.timeout + 2 * _PUT_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                await self._make_and_store(lease)
+        except TimeoutError:
+            text = f"Group {lease.prompt.group_id} was not finished within {seconds:.0f} s."
+            await self._give_back(lease, ServiceError(Code.DEADLINE_EXCEEDED, "GROUP_TIMEOUT", text))
+
+    async def _make_and_store(self, lease: Lease) -> None:
         try:
             group = await self._maker.make(lease.prompt)
         except ServiceError as error:

@@ -9,6 +9,7 @@ import pytest
 
 from services.common.errors import Code, ServiceError
 from services.common.records import SampleStatus
+from services.rollout.core import generation_loop
 from services.rollout.core.completer import Completer
 from services.rollout.core.counters import Counters
 from services.rollout.core.generate import Generator
@@ -194,3 +195,18 @@ async def test_supervised_groups_are_prompt_label_and_end_token():
     assert (sample.tokens.tolist()[-1], sample.status) == (ord("3"), SampleStatus.TRUNCATED)
     with pytest.raises(ServiceError, match="has no label"):
         await maker.make(make_prompt("12", label=""))
+
+
+async def test_a_group_that_hangs_for_a_reason_nobody_thought_of_is_given_back(monkeypatch):
+    class Hanging:
+        async def make(self, prompt):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(generation_loop, "_PUT_SECONDS", 0.05)
+    run = make_run(generate_timeout=0.05, score=ScoreSettings("exact_match", timeout=0.05), max_prompt_attempts=1)
+    buffer = ListBuffer([make_prompt("1", "g0")])
+    fleet = serving_fleet(ScriptedRouter([both]))
+    loop = GenerationLoop(buffer, Hanging(), run, Counters(), lambda: 8, fleet.wait_serving)
+    async with running(loop):
+        await until(lambda: buffer.evicted)
+    assert buffer.evicted == {"g0": "FAILED"}
