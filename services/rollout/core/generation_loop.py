@@ -132,7 +132,7 @@ class GenerationLoop:
         self._freed.set()
 
     async def _handle(self, lease: Lease) -> None:
-        # Every part has a deadline of its own; this one holds whatever they forget, so that no lease is extended for ever.
+        # Every part has a deadline of its own; this one holds what they forget, so that no lease is extended for ever.
         run = self._run
         seconds = run.generate_timeout + run.score.timeout + 2 * _PUT_SECONDS
         try:
