@@ -84,27 +84,41 @@ def show(arguments: Sequence[str]) -> str:
     return "tetrarch " + " ".join(short)
 
 
-def accuracies(run_dir: Path) -> list[tuple[int, float]]:
-    """(steps done, held-out accuracy) from a run's metrics.jsonl."""
+def curves(run_dir: Path) -> tuple[list[tuple[int, float]], list[float]]:
+    """From a run's metrics.jsonl: (steps done, held-out accuracy), and the mean reward of every step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"] + 1, row["heldout/mean_reward"]) for row in rows if row["kind"] == "eval"]
+    accuracy = [(row["step"] + 1, row["heldout/mean_reward"]) for row in rows if row["kind"] == "eval"]
+    return accuracy, [row["reward_mean"] for row in rows if row["kind"] == "step"]
+
+
+def near(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def summary(workspace: Workspace, seconds: dict[str, float]) -> None:
     """What was learned, how long it took, where things are."""
-    curve = accuracies(workspace.path / "grpo")
+    run = workspace.path / "grpo"
+    curve, rewards = curves(run)
     table = Table(title="The demo", show_header=False, title_justify="left")
-    table.add_row("held-out accuracy before GRPO", f"[bold]{curve[0][1]:.3f}[/bold]")
-    table.add_row(f"held-out accuracy after {curve[-1][0]} GRPO steps", f"[bold green]{curve[-1][1]:.3f}[/bold green]")
+    table.add_row("held-out accuracy before GRPO (greedy)", f"[bold]{curve[0][1]:.3f}[/bold]")
+    after = f"held-out accuracy after {curve[-1][0]} GRPO steps (greedy)"
+    table.add_row(after, f"[bold green]{curve[-1][1]:.3f}[/bold green]")
+    first, last = sum(rewards[:3]) / len(rewards[:3]), sum(rewards[-3:]) / len(rewards[-3:])
+    table.add_row("training prompts, sampled: first 3 and last 3 steps", f"{first:.3f}, {last:.3f}")
     for name, value in (seconds | {"in all": sum(seconds.values())}).items():
         table.add_row(f"seconds: {name}", f"{value:.0f}")
-    run = workspace.path / "grpo"
-    table.add_row("reward curve", str(run / "reward.png"))
-    table.add_row("metrics, TensorBoard, logs", f"{run}/")
-    table.add_row("the model it learned (Hugging Face)", f"{run / 'hf'}/")
     console.print(table)
-    console.print(f"Look at answers:  tetrarch samples grpo --state-dir {workspace.state}")
-    console.print("Train your own:   tetrarch train run.yaml   (README.md, 'Train your own')")
+    command = near(Path(sys.executable).with_name("tetrarch"))
+    lines = {
+        "reward curve": near(run / "reward.png"),
+        "metrics, TensorBoard, logs": near(run),
+        "what it learned (Hugging Face)": near(run / "hf"),
+        "look at answers": f"{command} samples grpo --state-dir {near(workspace.state)}",
+        "train your own": f"{command} train run.yaml    (README.md, 'Train your own')",
+    }
+    for name, text in lines.items():
+        console.print(f"{name + ':':32}{text}", soft_wrap=True, highlight=False)
 
 
 def main() -> None:
