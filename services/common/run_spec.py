@@ -53,7 +53,7 @@ class DataSettings(StrictModel):
     async_buffer_size: int | None = Field(default=None, ge=1)
     """Most finished groups that wait for the trainer; not set: bounded by max_staleness alone."""
     max_prompt_attempts: int = Field(default=5, ge=1)
-    """Leases of one prompt before it is evicted as FAILED."""
+    """Failed attempts at one prompt after which it is evicted as FAILED."""
 
     @field_validator("eval_prompt_data")
     @classmethod
@@ -280,6 +280,11 @@ class TrainerSettings(StrictModel):
             raise ValueError(
                 f"tensor_model_parallel_size {self.tensor_model_parallel_size} does not divide the {world} ranks of"
                 f" actor_num_nodes {self.actor_num_nodes} × actor_num_gpus_per_node {self.actor_num_gpus_per_node}"
+            )
+        if self.actor_num_nodes > 1:
+            raise ValueError(
+                f"actor_num_nodes {self.actor_num_nodes} cannot be used yet: the trainer places its ranks on one host;"
+                " set actor_num_nodes to 1 and actor_num_gpus_per_node to the ranks you want"
             )
         if self.kl_loss_coef and not self.use_kl_loss:
             raise ValueError(f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too")

@@ -298,6 +298,11 @@ def single(root: Path) -> dict:
     save_checkpoint(trainee.policy, root / "checkpoints", 2)
     out["save_seconds"] = time.perf_counter() - start
     uninterrupted = [trainee.step(seed) for seed in range(2, 4)]
+    out["decays"] = {
+        (parameter.dim() == 1, group["weight_decay"])
+        for group in trainee.policy.optimizer.param_groups
+        for parameter in group["params"]
+    }
     resumed = Trainee(_spec_of("kl", root, 1, 1))
     counters = load_checkpoint(resumed.policy, root / "checkpoints")
     out["resume"] = {

@@ -177,6 +177,10 @@ def test_checkpoint_before_the_first_step_restores_everything(single: dict) -> N
     assert again == first
 
 
+def test_norms_are_exempt_from_weight_decay(single: dict) -> None:
+    assert single["decays"] == {(True, 0.0), (False, 0.1)}
+
+
 def test_another_runs_checkpoint_brings_no_schedule_and_no_settings(single: dict) -> None:
     rate, groups = single["new_run"]
     assert rate == pytest.approx(1e-2 / 4)

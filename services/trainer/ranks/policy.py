@@ -69,6 +69,8 @@ class Policy:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.next_learning_rate()
+            # Norms and biases are exempt: Megatron marks their groups, and leaves it to its scheduler to obey the mark.
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
         overflow = self.optimizer.prepare_grads()
         norm = math.nan if overflow else float(self.optimizer.clip_grad_norm(self.optimizer.config.clip_grad))
         if not math.isfinite(norm):

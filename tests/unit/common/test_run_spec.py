@@ -54,6 +54,7 @@ def test_every_key_is_documented(group: str) -> None:
         ("trainer", {"kl_loss_coef": 0.1}, "without use_kl_loss"),
         ("trainer", {"tensor_model_parallel_size": 2}, "does not divide the 1 ranks"),
         ("trainer", {"save_interval": 2}, "needs save"),
+        ("trainer", {"actor_num_nodes": 2}, "places its ranks on one host"),
     ],
 )
 def test_mistakes_are_named(group: str, values: dict, fragment: str) -> None:

@@ -393,7 +393,7 @@ class PromptLease(_message.Message):
     lease_id: _builtins.str
     """Id of the lease."""
     attempt: _builtins.int
-    """How often this prompt was leased before."""
+    """How many attempts at this prompt failed before."""
     @_builtins.property
     def prompt(self) -> _sample_pb2.Prompt:
         """The prompt."""
