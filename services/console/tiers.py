@@ -81,12 +81,16 @@ ALL = ("store", "buffer", "reward", "rollout", "trainer")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tiers of one machine live. `resume`: a trainer that starts takes up the newest active run."""
+    """Where the tiers of one machine live.
+
+    `resume`: a trainer that starts takes up the newest active run. `reward`: host:port of a reward service elsewhere.
+    """
 
     ports: Ports
     store_dir: Path
     log_dir: Path
     resume: bool
+    reward: str | None = None
 
 
 def embedded_tiers(layout: Layout, names: Collection[str] = ALL) -> list[list[Tier]]:
@@ -110,7 +114,7 @@ def embedded_tiers(layout: Layout, names: Collection[str] = ALL) -> list[list[Ti
         at["rollout"],
         {
             "buffer_address": at["buffer"],
-            "reward_address": at["reward"],
+            "reward_address": layout.reward or at["reward"],
             "node_id": "local",
             "log_dir": layout.log_dir,
         },

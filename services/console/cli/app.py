@@ -75,8 +75,9 @@ def train(
 ) -> None:
     """Train: check the run, start what is needed, show progress. The same command again resumes.
 
-    Keys most often set: --run-id --hf-checkpoint --prompt-data --label-key --rm-type --num-rollout
-    --rollout-batch-size --n-samples-per-prompt --rollout-max-response-len --lr --max-staleness --save-interval
+    Keys most often set: --run-id --hf-checkpoint --prompt-data --label-key
+    --rm-type --num-rollout --rollout-batch-size --n-samples-per-prompt
+    --rollout-max-response-len --lr --max-staleness --save-interval
     --eval-prompt-data --eval-interval.
     """
     from services.console.cli.train import TrainOptions

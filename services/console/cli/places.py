@@ -12,7 +12,7 @@ from rich.console import Console
 
 from services.common.run_spec import RunSpec, ServiceAddresses
 from services.common.settings import SettingsError
-from services.console.adapters.health import serving
+from services.console.adapters.health import answers, serving
 from services.console.state import Running, StateDir
 from services.console.supervisor import Supervisor
 from services.console.tiers import ALL, Layout, Ports, embedded_tiers
@@ -36,24 +36,29 @@ class Place:
 
 
 async def check_addresses(services: ServiceAddresses) -> dict[str, str]:
-    """Addresses of services that run elsewhere; empty when none are named.
+    """Addresses of services that run elsewhere; empty when none are named, and a reward service may be named alone.
 
-    Raises SettingsError for an address that does not answer, or when only some are named.
+    Raises SettingsError for an address that does not answer, or when buffer or trainer is named without the other.
     """
     named = {tier: address for tier, address in services.model_dump().items() if address}
-    if not named:
-        return {}
-    for tier in ("buffer", "trainer"):
-        if tier not in named:
+    if "buffer" in named or "trainer" in named:
+        for tier in ("buffer", "trainer"):
+            if tier not in named:
+                raise SettingsError(
+                    f"services names {', '.join(named)} but not {tier}; name buffer and trainer, or none of them to"
+                    " start every tier on this machine."
+                )
+        if "reward" in named:
             raise SettingsError(
-                f"services names {', '.join(named)} but not {tier}; name buffer and trainer, or none of them to start"
-                " every tier on this machine."
+                "services.reward does not apply beside services.buffer: the rollout nodes there have a reward_address"
+                " of their own; set it in their settings."
             )
     for tier, address in named.items():
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise SettingsError(f"services.{tier} is {address!r}; write host:port.")
-        if why := await serving(address, SERVICE_NAMES[tier], timeout=5.0):
+        ready = answers(address) if tier == "reward" else serving(address, SERVICE_NAMES[tier], timeout=5.0)
+        if why := await ready:
             raise SettingsError(f"services.{tier}: {why}; start the {tier} there, or correct the address.")
     return named
 
@@ -67,12 +72,19 @@ async def services_for_run(
     `prepare` is called with the buffer's address, and whether this process owns it, before anything that costs time
     starts: a run that the buffer refuses starts no engine.
     """
-    if addresses := await check_addresses(spec.services):
+    addresses = await check_addresses(spec.services)
+    if "buffer" in addresses:
         await prepare(addresses["buffer"], False)
         yield Place(addresses)
         return
     running = state.running()
+    reward = addresses.get("reward")
     if running and running.command == "up":
+        if reward:
+            raise SettingsError(
+                f"services.reward {reward} does not apply: `tetrarch up` (pid {running.pid}) has its own reward"
+                " service; stop it with `tetrarch down`, or give another --state-dir."
+            )
         console.print(f"[bright_black]using the tiers of `tetrarch up` (pid {running.pid})[/]")
         await prepare(running.addresses["buffer"], False)
         yield Place(running.addresses)
@@ -80,7 +92,8 @@ async def services_for_run(
     if running:
         raise SettingsError(_busy(running, state))
     log_dir = Path(spec.directory) / "logs"
-    async with started(state, ALL, log_dir, console, prepare) as place:
+    tiers = [tier for tier in ALL if not (reward and tier == "reward")]
+    async with started(state, tiers, log_dir, console, prepare, reward=reward) as place:
         state.write(Running(os.getpid(), "train", place.addresses, spec.run_id))
         yield place
 
@@ -118,8 +131,10 @@ async def started(
     log_dir: Path,
     console: Console,
     prepare: Callable[[str, bool], Awaitable[None]] | None = None,
+    *,
+    reward: str | None = None,
 ) -> AsyncIterator[Place]:
-    """Tiers of this process's own, stopped at the end."""
+    """Tiers of this process's own, stopped at the end. `reward`: a reward service elsewhere, for the rollout node."""
     ports = Ports.free()
 
     async def on_stage(index: int) -> None:
@@ -129,7 +144,7 @@ async def started(
     if not state.acquire():
         raise SettingsError(f"{state.path} is in use by another `tetrarch`; wait for it, or give another --state-dir.")
     supervisor = Supervisor(
-        embedded_tiers(Layout(ports, state.store_dir, log_dir, resume=False), tiers),
+        embedded_tiers(Layout(ports, state.store_dir, log_dir, resume=False, reward=reward), tiers),
         log_dir,
         on_note=lambda text: console.print(f"[yellow]{text}[/]"),
     )

@@ -26,7 +26,7 @@ from services.console.core.resolve import resolve
 from services.console.core.show_spec import compact, to_yaml
 from services.console.core.validate import validate
 from services.console.core.watched import Watched
-from services.console.state import StateDir
+from services.console.state import DEFAULT_STATE_DIR, StateDir
 
 SUCCESS, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -106,7 +106,8 @@ async def _train(spec: RunSpec, tokens: Sequence[str], options: TrainOptions, co
         show_summary(console, spec.run_id, Path(spec.directory), load_history(spec.directory))
         return SUCCESS
     if code == INTERRUPTED:
-        command = shlex.join(["tetrarch", "train", *tokens])
+        place = [] if options.state_dir == Path(DEFAULT_STATE_DIR) else ["--state-dir", str(options.state_dir)]
+        command = shlex.join(["tetrarch", "train", *tokens, *place])
         console.print(f"Run the same command to go on from the last checkpoint: {command}", soft_wrap=True)
     return code
 

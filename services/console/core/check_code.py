@@ -45,11 +45,11 @@ def _find(module: str, search: Sequence[str]) -> tuple[ModuleSpec | None, str]:
     """Spec of a module, found without importing its parents, or None and the part that is missing."""
     places: Sequence[str] | None = search
     spec, parts = None, module.split(".")
-    for depth, _ in enumerate(parts, start=1):
-        name = ".".join(parts[:depth])
-        spec = PathFinder.find_spec(name, places) if places is not None else None
+    for depth, part in enumerate(parts, start=1):
+        # By its last part: the places of a namespace package known by a dotted name ask for the imported parent.
+        spec = PathFinder.find_spec(part, places) if places is not None else None
         if spec is None:
-            return None, name
+            return None, ".".join(parts[:depth])
         places = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
     return spec, ""
 

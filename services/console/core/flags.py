@@ -121,6 +121,8 @@ def _value(key: Key, rest: _Tokens, inline: str | None, before: Any) -> Any:
         texts = [inline] if inline is not None else rest.optional()
         if not texts:
             raise SettingsError(f"{key.flag} needs at least one value.")
+        if not key.required and [text.lower() for text in texts] in (["none"], ["null"]):
+            return []
         if key.item != "str":
             texts = [part for text in texts for part in text.split(",") if part]
         items = texts if key.item == "str" else [scalar(text) for text in texts]

@@ -364,3 +364,37 @@ def test_help_is_light():
     root = Path(__file__).resolve().parents[3]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+# -- places
+
+
+@pytest.mark.parametrize(("flag", "key"), [("--save", "save"), ("--run-dir", "run_dir")])
+def test_a_place_below_a_file(run_folder, flag, key):
+    (run_folder / "file").write_text("")
+    place = run_folder / "file"
+    assert sentence("run.yaml", flag, "file/x") == (
+        f"{key} {place}/x: {place} is no directory; name another place with {flag}."
+    )
+
+
+def test_a_place_that_takes_no_files(run_folder):
+    assert sentence("run.yaml", "--save", "/proc/x") == (
+        "save /proc/x: /proc is not writable; permit it, or name another place with --save."
+    )
+
+
+def test_a_function_in_a_package_without_init(run_folder):
+    folder = run_folder / "apart" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "code.py").write_text("def generate(): ...\n")
+    assert sentence("run.yaml", "--custom-generate-function-path", "apart.inner.code.generat") == (
+        f"custom_generate_function_path 'apart.inner.code.generat': {folder / 'code.py'} defines no 'generat';"
+        " did you mean 'generate'?"
+    )
+
+
+def test_none_unsets_a_list(run_folder):
+    assert resolve(
+        parse_flags(["run.yaml", "--eval-prompt-data", "none", "--eval-interval", "none"])
+    ).data.eval_prompt_data in ([], ())
