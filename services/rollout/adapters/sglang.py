@@ -39,7 +39,6 @@ from services.rollout.core.engine_port import (
 CONTROL_SECONDS = 30.0
 """Deadline of control calls that only touch the engine's memory."""
 
-VOCABULARY_MULTIPLE = 64
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 """Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
@@ -56,6 +55,8 @@ class EngineFacts:
     model_path: Path
     rank_count: int
     collective_env: Mapping[str, str]
+    vocabulary_multiple: int = 1
+    """Embeddings and output layer are held with rows of zeros up to a multiple of this."""
 
 
 class SGLangEngine:
@@ -202,7 +203,8 @@ class SGLangEngine:
         tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
         rules = match_tensors(list(await self.checksums()), [spec.name for spec in specs], tied=tied)
         by_name = {spec.name: spec for spec in specs}
-        return [replace(rule, padding_bytes=_padding(by_name[rule.source_names[0]])) for rule in rules]
+        multiple = self._facts.vocabulary_multiple
+        return [replace(rule, padding_bytes=_padding(by_name[rule.source_names[0]], multiple)) for rule in rules]
 
     async def _check_dtypes(self, specs: Sequence[TensorSpec]) -> None:
         """An engine converts what it loads to its own dtype, and would then hold other bytes than were sent."""
@@ -232,11 +234,11 @@ class SGLangEngine:
         return await self._client.expect("POST", path, body, timeout=CONTROL_SECONDS)
 
 
-def _padding(spec: TensorSpec) -> int:
-    """SGLang pads the vocabulary of embeddings and output layer with rows of zeros."""
+def _padding(spec: TensorSpec, multiple: int) -> int:
+    """Bytes of the zeros with which an engine pads a vocabulary."""
     if spec.name not in ("model.embed_tokens.weight", "lm_head.weight"):
         return 0
-    return -spec.shape[0] % VOCABULARY_MULTIPLE * spec.shape[1] * DTYPE_BYTES[spec.dtype]
+    return -spec.shape[0] % multiple * spec.shape[1] * DTYPE_BYTES[spec.dtype]
 
 
 def match_tensors(held: Sequence[str], sent: Sequence[str], *, tied: bool) -> list[ChecksumRule]:

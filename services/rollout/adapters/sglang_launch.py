@@ -21,6 +21,7 @@ from services.rollout.adapters.sglang import EngineFacts, SGLangEngine
 from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
 
 CPU_LAUNCHER = "services.rollout.adapters.sglang_cpu_launcher"
+VOCABULARY_MULTIPLE = 64
 CUDA_LAUNCHER = "sglang.launch_server"
 GROUP_TIMEOUT_VARIABLE = "TETRARCH_GROUP_TIMEOUT_SECONDS"
 
@@ -114,6 +115,7 @@ class SGLangFactory:
             model_path=spec.model_path,
             rank_count=spec.rank_count,
             collective_env=CUDA_COLLECTIVE_ENV if device == "cuda" else {},
+            vocabulary_multiple=VOCABULARY_MULTIPLE,
         )
         return EngineLaunch(
             argv=(sys.executable, "-m", module, *command_line(arguments | user)),
