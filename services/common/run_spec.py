@@ -351,12 +351,17 @@ class RunSpec(StrictModel):
     def _check(self) -> RunSpec:
         rollout, trainer = self.rollout, self.trainer
         made = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-        used = (trainer.global_batch_size or 0) * trainer.num_steps_per_rollout
+        if trainer.global_batch_size is None:
+            raise ValueError(
+                f"the batch law cannot be kept: rollout_batch_size {rollout.rollout_batch_size} × n_samples_per_prompt"
+                f" {rollout.n_samples_per_prompt} = {made} samples, which num_steps_per_rollout"
+                f" {trainer.num_steps_per_rollout} does not divide; choose a number of steps that does"
+            )
+        used = trainer.global_batch_size * trainer.num_steps_per_rollout
         if made != used:
-            size = "not set" if trainer.global_batch_size is None else trainer.global_batch_size
             raise ValueError(
                 f"the batch law is violated: rollout_batch_size {rollout.rollout_batch_size} × n_samples_per_prompt"
-                f" {rollout.n_samples_per_prompt} = {made}, but global_batch_size {size} × num_steps_per_rollout"
+                f" {rollout.n_samples_per_prompt} = {made}, but global_batch_size {trainer.global_batch_size} × num_steps_per_rollout"
                 f" {trainer.num_steps_per_rollout} = {used}; change one so that both sides are equal"
             )
         if rollout.rollout_num_gpus % rollout.rollout_num_gpus_per_engine:

@@ -120,7 +120,8 @@ class Watcher:
         watched, progress = self._watched, message.progress
         before = watched.phase
         watched.advance(progress.phase, progress.step_count, progress.total_step_count, progress.policy_version)
-        if self._plain and watched.phase != before and not watched.history.steps:
+        changed = watched.phase != before and progress.phase != _ENDED
+        if self._plain and changed and not watched.history.steps:
             self._console.print(f"{watched.phase} …", markup=False)
         for event in message.events:
             watched.add(Event(event.event, event.kind, event.step, dict(event.metrics), event.message))

@@ -28,6 +28,11 @@ def test_violated_batch_law_names_all_four_values() -> None:
     assert "global_batch_size 3 × num_steps_per_rollout 1 = 3" in message
 
 
+def test_steps_that_do_not_divide_the_samples_are_named() -> None:
+    message = refuse({"rollout": ROLLOUT, "trainer": {"num_steps_per_rollout": 3}})
+    assert "= 8 samples, which num_steps_per_rollout 3 does not divide" in message
+
+
 def test_misspelt_key_is_named_before_the_missing_one() -> None:
     rollout = {("rollout_batch_siz" if k == "rollout_batch_size" else k): v for k, v in ROLLOUT.items()}
     assert "rollout_batch_siz" in refuse({"rollout": rollout})
