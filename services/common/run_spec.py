@@ -361,8 +361,8 @@ class RunSpec(StrictModel):
         if made != used:
             raise ValueError(
                 f"the batch law is violated: rollout_batch_size {rollout.rollout_batch_size} × n_samples_per_prompt"
-                f" {rollout.n_samples_per_prompt} = {made}, but global_batch_size {trainer.global_batch_size} × num_steps_per_rollout"
-                f" {trainer.num_steps_per_rollout} = {used}; change one so that both sides are equal"
+                f" {rollout.n_samples_per_prompt} = {made}, but global_batch_size {trainer.global_batch_size} ×"
+                f" num_steps_per_rollout {trainer.num_steps_per_rollout} = {used}; change one so that both are equal"
             )
         if rollout.rollout_num_gpus % rollout.rollout_num_gpus_per_engine:
             raise ValueError(

@@ -106,7 +106,7 @@ def test_no_checkpoints_when_the_file_says_so(edit):
             "global_batch_size: 16",
             "global_batch_size: 8",
             "run.yaml: the batch law is violated: rollout_batch_size 4 × n_samples_per_prompt 4 = 16, but"
-            " global_batch_size 8 × num_steps_per_rollout 1 = 8; change one so that both sides are equal.",
+            " global_batch_size 8 × num_steps_per_rollout 1 = 8; change one so that both are equal.",
         ),
         (
             "trainer:",
@@ -135,7 +135,7 @@ def test_keys_and_values_in_the_file(edit, old, new, expected):
         ("--advantage-estimator gpro", "--advantage-estimator is 'gpro': not an advantage estimator; use one of grpo; did you mean 'grpo'?"),
         ("--rm-type mth", "run.yaml: rm_type 'mth' is not a grader; use one of exact_match, math, custom; did you mean 'math'?"),
         ("--run-id a/b", "--run-id is 'a/b': use 1 to 64 letters, digits, '-', '_' or '.', beginning with a letter or digit."),
-        ("--num-steps-per-rollout 2", "run.yaml: the batch law is violated: rollout_batch_size 4 × n_samples_per_prompt 4 = 16, but global_batch_size 16 × num_steps_per_rollout 2 = 32; change one so that both sides are equal."),
+        ("--num-steps-per-rollout 2", "run.yaml: the batch law is violated: rollout_batch_size 4 × n_samples_per_prompt 4 = 16, but global_batch_size 16 × num_steps_per_rollout 2 = 32; change one so that both are equal."),
     ],
 )  # fmt: skip
 def test_values_of_flags(run_folder, flags, expected):
