@@ -124,7 +124,7 @@ class EngineFleet:
         Raises:
             ServiceError: NO_ENGINE when no engine took the weights in `engines_timeout`.
         """
-        began, pause = time.monotonic(), _POLL_SECONDS
+        began, pause, told = time.monotonic(), _POLL_SECONDS, ""
         async with self._lock:
             staged = await self._updater.stage()
             while True:
@@ -133,6 +133,12 @@ class EngineFleet:
                 if report.committed:
                     break
                 check()
+                why = "; ".join(f"{engine}: {text}" for engine, text in report.failed.items())
+                if why and why != told:
+                    told = why
+                    self._journal.write(
+                        "notice", step, {}, f"no engine took version {version} yet, trying again ({why})"
+                    )
                 if time.monotonic() - began > self._settings.engines_timeout:
                     raise await self._no_engine(time.monotonic() - began, report.failed)
                 await asyncio.sleep(pause)
