@@ -1,11 +1,11 @@
-"""Two turns with a checking tool, small enough to train on the demo's model: a draft, the tool's marks, a final answer.
+"""Up to two turns with a checking tool, small enough to train on the demo's model.
 
-The model drafts a sum; the tool marks every digit (1 right, 0 wrong) and asks again; the model answers for good:
+The model drafts an answer. The tool checks it: a right one ends the sample, after a wrong one it repeats the question
+and the model answers once more:
 
-    69+86=441 <tool> =110=  <model> 551
+    69+86= <model> 441 <tool> 69+86= <model> 551
 
-The tool's tokens are part of the response and left out of the loss. Only the final answer is rewarded, so the model
-learns to read the marks as well as to add. `python -m benchmarks.two_turn` trains it.
+The tool's tokens are part of the response and left out of the loss. `python -m benchmarks.two_turn` trains it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,12 @@ from services.rollout.core.generate import GenerateContext
 from services.rollout.core.trajectory import Trajectory
 
 
-def marks(draft: str, label: str) -> str:
-    """One digit per digit of the label: 1 where the draft is right."""
-    return "".join(str(int(draft[place : place + 1] == digit)) for place, digit in enumerate(label))
-
-
 async def generate(context: GenerateContext, prompt: Prompt, sampling: SamplingParams) -> Trajectory:
-    """A draft and a final answer. Without a second turn (`max_turns` 1) the draft is the answer."""
+    """A draft and, where the tool finds it wrong and a turn is left, a second answer."""
     trajectory = context.start(prompt)
     trajectory.append_generation(await context.generate(trajectory.input_ids, sampling))
-    if context.turns_left:
-        draft = context.tokenizer.decode(trajectory.response_ids)
-        trajectory.append_environment(context.tokenizer.encode(f"={marks(draft, prompt.label)}="))
+    draft = context.tokenizer.decode(trajectory.response_ids)
+    if context.turns_left and not draft.startswith(prompt.label):
+        trajectory.append_environment(list(prompt.tokens))
         trajectory.append_generation(await context.generate(trajectory.input_ids, sampling))
     return trajectory
