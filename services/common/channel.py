@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 
@@ -88,13 +88,4 @@ async def translate_errors() -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise service_error(error) from error
-
-
-@contextlib.contextmanager
-def translate_sync_errors() -> Iterator[None]:
-    """The same for synchronous calls."""
-    try:
-        yield
-    except grpc.RpcError as error:
         raise service_error(error) from error

@@ -107,17 +107,6 @@ def group_to_proto(group: Group, *, with_tensors: bool = True) -> sample_pb2.Gro
     )
 
 
-def group_from_proto(message: sample_pb2.Group) -> Group:
-    """Group of a message whose samples carry their tensors."""
-    return Group(
-        group_id=message.group_id,
-        ordinal=message.ordinal,
-        samples=tuple(sample_from_proto(sample) for sample in message.samples),
-        generate_seconds=message.generate_seconds,
-        score_seconds=message.score_seconds,
-    )
-
-
 def sampling_to_proto(params: SamplingParams) -> sample_pb2.SamplingParams:
     """Message of sampling settings."""
     return sample_pb2.SamplingParams(

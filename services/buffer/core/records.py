@@ -204,11 +204,6 @@ class Stats:
     evicted_by_reason: dict[str, int] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def accounted(self) -> int:
-        """Sum over the states; equals `drawn`."""
-        return self.pending + self.leased + self.ready + self.reserved + self.consumed + self.evicted
-
 
 @dataclass(frozen=True)
 class Member:
