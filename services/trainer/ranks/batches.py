@@ -15,7 +15,7 @@ import torch
 from services.common.records import Sample
 from services.trainer.core.losses import token_weights
 from services.trainer.core.schedule import round_up
-from services.trainer.ranks.model.packing import PackLayout
+from services.trainer.ranks.model.packing import PackLayout, to_device
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Pack:
     """One micro-batch of t tokens, k of them trained.
 
     tokens int64 [t]; rows int64 [k], where the trained tokens are predicted; targets int64 [k], the trained tokens;
-    weights, advantages, engine_log_probs float32 [k]; count: this pack's part of the step's divisor;
-    total_tokens: t without padding.
+    weights, advantages, engine_log_probs float32 [k]; count: this pack's part of the step's divisor, a number and the
+    same as int32 []; total_tokens: t without padding.
     """
 
     layout: PackLayout
@@ -35,6 +35,7 @@ class Pack:
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor
     count: int
+    divisor: torch.Tensor
     total_tokens: int
 
 
@@ -69,18 +70,20 @@ def make_pack(
         offset += len(sample.tokens)
     row = torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)]))
     token = torch.from_numpy(tokens.astype(np.int64))
-
-    def floats(parts):
-        return torch.from_numpy(np.concatenate([*parts, np.zeros(0, np.float32)])).to(device)
-
+    weights = token_weights(trained, per_token=settings.per_token)
+    whole = to_device(torch.cat([token, row, token[row + 1]]), device).split([len(token), len(row), len(row)])
+    parts = [*values, *engine, np.zeros(0, np.float32)]
+    real = to_device(torch.cat([weights, torch.from_numpy(np.concatenate(parts))]), device).chunk(3)
+    count = sum(trained) if settings.per_token else len(samples)
     return Pack(
-        layout=PackLayout(lengths, device),
-        tokens=token.to(device),
-        rows=row.to(device),
-        targets=token[row + 1].to(device),
-        weights=token_weights(trained, per_token=settings.per_token).to(device),
-        advantages=floats(values),
-        engine_log_probs=floats(engine),
-        count=sum(trained) if settings.per_token else len(samples),
+        layout=PackLayout(lengths, device, whole[1]),
+        tokens=whole[0],
+        rows=whole[1],
+        targets=whole[2],
+        weights=real[0],
+        advantages=real[1],
+        engine_log_probs=real[2],
+        count=count,
+        divisor=to_device(torch.tensor(count, dtype=torch.int32), device),
         total_tokens=total,
     )

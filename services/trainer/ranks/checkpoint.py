@@ -26,8 +26,8 @@ from services.common.errors import Code, ServiceError
 from services.trainer.ranks.policy import Policy
 
 _LATEST = "latest"
-_SETTINGS = ("weight_decay", "betas", "eps")
-"""Of AdamW; the learning rate is set at every step."""
+_SETTINGS = ("weight_decay", "betas", "eps", "fused")
+"""Of AdamW, kept when a checkpoint is loaded; the learning rate is set at every step."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,14 @@ def load_checkpoint(policy: Policy, path: str | Path, *, new_run: bool = False) 
     policy.optimizer.load_state_dict(optimizer)
     for group, settings in zip(policy.optimizer.param_groups, own, strict=True):
         group.update(settings)
+        _place_steps(policy.optimizer, group)
     counters = Counters(**state["counters"])
     policy.optimizer_steps = 0 if new_run else counters.optimizer_steps
     return counters
+
+
+def _place_steps(optimizer, group: dict) -> None:
+    """Adam's fused kernel reads its count on the device; a checkpoint written without it has them on the host."""
+    for parameter in group["params"]:
+        state = optimizer.optimizer.state[parameter]
+        state["step"] = torch.as_tensor(state["step"], device=parameter.device if group["fused"] else "cpu").float()

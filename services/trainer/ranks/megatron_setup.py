@@ -1,12 +1,15 @@
 """Makes megatron-core 0.16.1 usable where there is no TransformerEngine, and where there is no CUDA.
 
-`prepare()` must run before any other module of this package imports megatron. It edits no file of megatron-core: on
-a CPU it replaces, in this process, the places where megatron names the CUDA device; with CUDA it leaves those alone.
-Nothing here knows about models or training.
+`prepare()` must run before any other module of this package imports megatron. It edits no file of megatron-core: in
+this process it replaces what is slow without TransformerEngine and apex, and on a CPU also the places where megatron
+names the CUDA device. Nothing here knows about models or training.
 
-What a CPU needs (the numbers of megatron-core 0.16.1):
+What every device needs (the numbers of megatron-core 0.16.1):
 - importing it must not compile: some forty functions are decorated with torch.compile, which loads inductor
-  (4 s a process) and would look for a C++ compiler at the first call;
+  (4 s a process) and would look for a C++ compiler at the first call; our layers call none of them;
+- its own replacements for the kernels of apex work tensor by tensor, and wait for the device at each gradient's norm.
+
+What a CPU needs:
 - `torch.cuda.current_device()` is written as the device of about ninety tensors; every factory also takes a
   torch.device, so it may return the CPU;
 - in some functions the device or the type of a gradient is a string literal ("cuda", "torch.cuda.FloatTensor");
@@ -46,12 +49,11 @@ def prepare(device: str) -> None:
     if _prepared:
         return
     _silence()
-    if device == "cpu":
-        with _compile_disabled():
-            _import_megatron()
-        _replace_cuda()
-    else:
+    with _compile_disabled():
         _import_megatron()
+    _replace_loops()
+    if device == "cpu":
+        _replace_cuda()
     _prepared = True
 
 
@@ -80,6 +82,30 @@ def _compile_disabled() -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_
+
+
+def _replace_loops() -> None:
+    """Gives megatron one operation over all tensors where it would loop; left alone with TransformerEngine or apex."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm
+    for module in (clip_grads, optimizer):
+        if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+            module.multi_tensor_scale_impl = _scale
+
+
+def _norm(_chunk_size, _flag, tensor_lists, _per_tensor):
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm()[None], None
+
+
+def _scale(_chunk_size, _flag, tensor_lists, factor) -> None:
+    sources, targets = tensor_lists
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    if factor != 1.0:
+        torch._foreach_mul_(targets, factor)
 
 
 def _replace_cuda() -> None:

@@ -117,6 +117,9 @@ def build_policy(spec: RunSpec, device: torch.device) -> Policy:
         use_gloo_process_groups=False,
     )
     (optimizer,) = chained.chained_optimizers  # one for dense parameters; experts would add a second
+    if device.type == "cuda":
+        for group in optimizer.param_groups:
+            group["fused"] = True  # one kernel, and no temporaries as large as the model
     complete_adam_state(optimizer)
     return Policy(
         hf=hf,
@@ -135,10 +138,13 @@ def complete_adam_state(optimizer) -> None:
     Checkpoints need it: torch creates it lazily, and megatron's own initialisation leaves out the step.
     """
     inner = optimizer.optimizer
-    for parameter in (p for group in inner.param_groups for p in group["params"]):
-        inner.state[parameter].update(
-            step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
-        )
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.state[parameter].update(
+                step=torch.tensor(0.0, device=parameter.device if group["fused"] else "cpu"),
+                exp_avg=torch.zeros_like(parameter),
+                exp_avg_sq=torch.zeros_like(parameter),
+            )
 
 
 def build_reference(spec: RunSpec, device: torch.device) -> GPTModel:
@@ -151,7 +157,7 @@ def build_reference(spec: RunSpec, device: torch.device) -> GPTModel:
 
 
 def logits_of(model: torch.nn.Module, pack: Pack, **options) -> torch.Tensor:
-    """[t, vocabulary shard] of a pack."""
+    """[k, vocabulary shard] at the rows of a pack."""
     logits = model(pack.tokens[None], pack.layout.positions[None], None, packed_seq_params=pack.layout, **options)
     return logits[0]
 
@@ -160,8 +166,7 @@ def trained_log_probs(
     logits: torch.Tensor, pack: Pack, hf: HfConfig, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the trained tokens and the entropies at their places, each float32 [k]."""
-    chosen = logits.index_select(0, pack.rows)
-    return log_probs_and_entropy(chosen, pack.targets, vocab_size=hf.vocab_size, temperature=temperature)
+    return log_probs_and_entropy(logits, pack.targets, vocab_size=hf.vocab_size, temperature=temperature)
 
 
 @torch.no_grad()

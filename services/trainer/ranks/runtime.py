@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from services.trainer.ranks.groups import NCCL_WATCHDOG_OFF
 from services.trainer.ranks.megatron_setup import prepare
 
 COLLECTIVE_VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
@@ -29,18 +30,22 @@ class Layout:
 def start(layout: Layout, device: str, seed: int) -> torch.device:
     """Joins the world and megatron's groups, seeds everything; returns this rank's device. Call once."""
     if device == "cuda":
-        where = torch.device("cuda", layout.rank % torch.cuda.device_count())
-        torch.cuda.set_device(where)
         # SGLang's engines run without cuMem; a weight group hangs unless all members agree.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # A weight group that an engine's death broke must not end this process.
+        os.environ.update(NCCL_WATCHDOG_OFF)
+        # Sequence parallelism counts on the order of launches. Read when the device's context is made.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        where = torch.device("cuda", layout.rank % torch.cuda.device_count())
+        torch.cuda.set_device(where)
     else:
         where = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     prepare(device)
     from megatron.core import parallel_state, tensor_parallel
 
+    # No device_id: torch would then split every weight group from the world, which the engines are not in.
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"tcp://{layout.master_address}:{layout.master_port}",

@@ -10,6 +10,7 @@ later optimizer steps are computed before the first update. With `use_rollout_lo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,8 +30,9 @@ from services.trainer.ranks.batches import Pack, PackSettings, make_pack
 from services.trainer.ranks.policy import Policy, evaluate_log_probs, logits_of, trained_log_probs
 
 _MEANS = ("loss", "pg_loss", "kl_loss", "entropy", "ppo_kl", "pg_clipfrac")
-_SUMS = (*_MEANS, "count", "tokens", "ratio", "difference", "all_tokens")
+_SUMS = (*_MEANS, "count", "tokens", "ratio", "compared", "difference", "distance", "all_tokens")
 _MAXIMA = ("ratio_max", "log_prob_abs_diff_max")
+_HIGH = 0.99
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ class StepTrainer:
             work.append([_Work(p, o, r, index == 0) for p, o, r in zip(step, old, reference, strict=True)])
         return work
 
-    def _forward_backward(self, work: list[_Work]) -> torch.Tensor:
-        """Gradients of one optimizer step; returns this rank's statistics."""
+    def _forward_backward(self, work: list[_Work]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of one optimizer step; returns this rank's statistics, and |trainer − engine| by trained token."""
         outputs = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(work),
@@ -142,7 +144,7 @@ class StepTrainer:
         )
         sums = torch.stack([output["sums"] for output in outputs]).sum(0)
         maxima = torch.stack([output["maxima"] for output in outputs]).amax(0)
-        return torch.cat([sums, maxima])
+        return torch.cat([sums, maxima]), torch.cat([output["distances"] for output in outputs])
 
     def _forward_step(self, iterator: Iterator[_Work], model: torch.nn.Module):
         work = next(iterator)
@@ -150,7 +152,7 @@ class StepTrainer:
 
         def loss_function(output: torch.Tensor):
             loss, statistics = self._loss_of(output, work)
-            return loss, torch.tensor(work.pack.count, dtype=torch.int, device=self._device), statistics
+            return loss, work.pack.divisor, statistics
 
         return logits, loss_function
 
@@ -164,9 +166,15 @@ class StepTrainer:
             ratio, before = torch.ones_like(log_probs), None
         else:
             terms, ratio = self._policy_terms(log_probs, entropy, work)
-            before = log_probs.detach() if work.before_update else work.old
+            before = self._before_updates(log_probs, work)
         loss = (terms["loss"] * pack.weights).sum()
         return loss, _statistics(terms, pack, ratio.detach(), before)
+
+    def _before_updates(self, log_probs: torch.Tensor, work: _Work) -> torch.Tensor | None:
+        """The trainer's own log-probs with the weights that generated, None where nothing computes them."""
+        if work.before_update:
+            return log_probs.detach()
+        return None if self._settings.use_rollout_logprobs else work.old
 
     def _policy_terms(self, log_probs: torch.Tensor, entropy: torch.Tensor, work: _Work):
         settings = self._loss
@@ -186,9 +194,9 @@ class StepTrainer:
             terms["loss"] = terms["loss"] + settings.kl_coef * terms["kl_loss"]
         return terms, policy.ratio
 
-    def _reduce(self, statistics: list[torch.Tensor]) -> dict[str, float]:
-        """Means over the optimizer steps; counts and maxima over all."""
-        table = torch.stack(statistics)
+    def _reduce(self, statistics: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+        """Means over the optimizer steps; counts, maxima and percentiles over all."""
+        table = torch.stack([numbers for numbers, _ in statistics])
         sums, maxima = table[:, : len(_SUMS)].contiguous(), table[:, len(_SUMS) :].amax(0)
         group = parallel_state.get_data_parallel_group()
         if group.size() > 1:
@@ -200,20 +208,46 @@ class StepTrainer:
         metrics |= {"trained_tokens": total["tokens"], "total_tokens": total["all_tokens"]}
         if self._supervised:
             return {name: metrics[name] for name in ("loss", "entropy", "trained_tokens", "total_tokens")}
-        metrics["ratio_mean"] = total["ratio"] / max(total["tokens"], 1)
-        metrics["log_prob_abs_diff_mean"] = total["difference"] / max(total["tokens"], 1)
+        tokens, compared = max(total["tokens"], 1), max(total["compared"], 1)
+        metrics["ppo_kl_first"] = rows[0]["ppo_kl"] / max(rows[0]["count"], 1)
+        metrics["ratio_mean"] = total["ratio"] / tokens
+        metrics["log_prob_diff_mean"] = total["difference"] / compared
+        metrics["log_prob_abs_diff_mean"] = total["distance"] / compared
+        metrics["log_prob_abs_diff_p99"] = percentile(torch.cat([d for _, d in statistics]), _HIGH, group)
         return metrics | dict(zip(_MAXIMA, maxima.tolist(), strict=True))
+
+
+def percentile(values: torch.Tensor, share: float, group: dist.ProcessGroup) -> float:
+    """Smallest value that at least `share` of all values do not exceed, over every rank of a group; 0 without values.
+
+    values: [n] with an n of each rank's own, none below 0.
+    """
+    if group.size() > 1:
+        most = torch.tensor([len(values)], device=values.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        padded = torch.nn.functional.pad(values, (0, int(most) - len(values)), value=-1.0)
+        gathered = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(gathered, padded, group=group)
+        values = torch.cat(gathered)
+        values = values[~(values < 0)]  # a NaN stays
+    if not len(values):
+        return 0.0
+    return values.sort().values[math.ceil(share * len(values)) - 1].item()
 
 
 @torch.no_grad()
 def _statistics(
     terms: dict[str, torch.Tensor], pack: Pack, ratio: torch.Tensor, before: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Sums in the order of _SUMS, float64, and maxima in the order of _MAXIMA."""
+    """sums in the order of _SUMS and maxima in the order of _MAXIMA, float64; distances to the engine's log-probs,
+    float32 [k]."""
     zero = torch.zeros((), dtype=torch.float64, device=ratio.device)
     sums = [(terms[name] * pack.weights).sum().double() if name in terms else zero for name in _MEANS]
-    difference = torch.zeros_like(ratio) if before is None else (before - pack.engine_log_probs).abs()
-    tokens = zero + len(ratio)
-    sums += [zero + pack.count, tokens, ratio.sum().double(), difference.sum().double(), zero + pack.total_tokens]
-    maxima = [x.amax().double() if len(x) else zero for x in (ratio, difference)]
-    return {"sums": torch.stack(sums), "maxima": torch.stack(maxima)}
+    difference = ratio[:0] if before is None else before - pack.engine_log_probs
+    distances = difference.abs()
+    sums += [zero + n for n in (pack.count, len(ratio))]
+    sums += [ratio.sum(dtype=torch.float64), zero + len(difference)]
+    sums += [x.sum(dtype=torch.float64) for x in (difference, distances)]
+    sums.append(zero + pack.total_tokens)
+    maxima = [x.amax().double() if len(x) else zero for x in (ratio, distances)]
+    return {"sums": torch.stack(sums), "maxima": torch.stack(maxima), "distances": distances}

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, without TransformerEngine: a `core_attention` for megatron's layer specs.
+"""Modules for megatron's layer specs that need no TransformerEngine; first, causal attention over packed sequences.
 
 Megatron's own local attention refuses packed batches, and its rotary code loops over the segments in every layer. This
 one rotates queries and keys itself, and handles grouped query heads, tensor parallelism
@@ -12,6 +12,7 @@ looks right, so no mask is needed and padded cells receive no gradient.
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -24,6 +25,11 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
     varlen_attn = None
+
+# The kernel has always had grouped heads; releases whose wrapper checks the counts want to be told.
+_GROUPED = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_KERNEL_HEAD_DIM = 256
+"""Largest head_dim of the kernel, which also must be a multiple of 8."""
 
 
 class PackedAttention(MegatronModule):
@@ -52,20 +58,20 @@ class PackedAttention(MegatronModule):
         """See the class; masks are ignored: attention is causal by segment."""
         if not isinstance(packed_seq_params, PackLayout):
             raise TypeError("packed attention needs a PackLayout as packed_seq_params")
-        rotation = packed_seq_params.rotation(self._inverse_frequencies, query.dtype)
+        rotation = packed_seq_params.rotation(self._inverse_frequencies)
         query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
-        half = query.dtype in (torch.bfloat16, torch.float16)
-        if query.is_cuda and half and varlen_attn is not None:
-            out = self._variable_length(query, key, value, packed_seq_params)
-        else:
-            out = self._padded(query, key, value, packed_seq_params)
+        way = self._variable_length if self._has_kernel(query) else self._padded
+        out = way(query, key, value, packed_seq_params)
         return out.reshape(out.size(0), -1)
 
+    @staticmethod
+    def _has_kernel(query: torch.Tensor) -> bool:
+        half, width = query.dtype in (torch.bfloat16, torch.float16), query.size(-1)
+        return varlen_attn is not None and query.is_cuda and half and width % 8 == 0 and width <= _KERNEL_HEAD_DIM
+
     def _variable_length(self, query, key, value, layout: PackLayout):
-        repeat = query.size(1) // key.size(1)
-        if repeat > 1:  # not every torch release has grouped heads here
-            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         starts, longest = layout.starts, layout.longest
+        options = _GROUPED if query.size(1) != key.size(1) else {}
         return varlen_attn(
             query.contiguous(),
             key.contiguous(),
@@ -76,6 +82,7 @@ class PackedAttention(MegatronModule):
             longest,
             scale=self.scale,
             window_size=(-1, 0),
+            **options,
         )
 
     def _padded(self, query, key, value, layout: PackLayout):
@@ -99,7 +106,8 @@ class PackedAttention(MegatronModule):
 class _Rotate(torch.autograd.Function):
     """Rotates channel i with channel i + d/2 by the angle of position and i; backward is the opposite rotation.
 
-    x [t, heads, d]; cos, sin [t, 1, d/2]. Formula: Su et al., RoFormer (2021), eq. 34, halves instead of pairs.
+    x [t, heads, d]; cos, sin float32 [t, 1, d/2]. Computed in float32 and rounded once, as engines do.
+    Formula: Su et al., RoFormer (2021), eq. 34, halves instead of pairs.
     """
 
     @staticmethod
@@ -116,9 +124,43 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: in
     first, second = x.chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    torch.addcmul(first * cos, second, sin, value=-direction, out=out_first)
+    torch.addcmul(second * cos, first, sin, value=direction, out=out_second)
     return out
+
+
+class SwiGlu(torch.nn.Module):
+    """silu(gate) · up of [..., gate ‖ up]: an activation for megatron's MLP that keeps nothing but its input."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        del config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., 2 f] → [..., f]."""
+        return _SwiGlu.apply(x)
+
+    def sharded_state_dict(self, *_, **__):
+        """No parameters, so nothing in a checkpoint."""
+        return {}
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        out_gate, out_up = out.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=out_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=out_gate)
+        return out
 
 
 class RmsNorm(torch.nn.RMSNorm):

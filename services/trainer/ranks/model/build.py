@@ -1,7 +1,8 @@
 """Builds megatron-core's GPTModel for a Hugging Face configuration.
 
-Megatron's local layer spec (no TransformerEngine) with two modules swapped: packed attention, which also does the
-rotary positions, and RMS norms that know sequence parallelism. With tensor parallelism the sequence is split too.
+Megatron's local layer spec (no TransformerEngine, even where it is installed) with modules swapped: packed attention,
+which also does the rotary positions, SwiGLU, and RMS norms that know sequence parallelism. With tensor parallelism the
+sequence is split too, up to the last layer.
 """
 
 from __future__ import annotations
@@ -12,14 +13,31 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from services.common.errors import Code, ServiceError
-from services.trainer.ranks.model.attention import PackedAttention, RmsNorm
+from services.trainer.ranks.model.attention import PackedAttention, RmsNorm, SwiGlu
 from services.trainer.ranks.model.hf_config import HfConfig, inverse_frequencies
+
+
+class PackedGpt(GPTModel):
+    """A GPTModel that computes logits only at the rows that the pack's layout names: [1, k, vocabulary shard]."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        # The sequence is put together here, before rows are taken of it.
+        self.output_layer.sequence_parallel = False
+
+    def _postprocess(self, hidden_states, *arguments, packed_seq_params, **options):
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        if packed_seq_params.rows is not None:
+            hidden_states = hidden_states.index_select(0, packed_seq_params.rows)
+        return super()._postprocess(hidden_states, *arguments, packed_seq_params=packed_seq_params, **options)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
@@ -53,6 +71,7 @@ def transformer_config(hf: HfConfig, *, bf16: bool, device: torch.device) -> Tra
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=True,  # the module of the layer spec, which is not TransformerEngine's
         add_bias_linear=False,
         add_qkv_bias=hf.family.qkv_bias,
         qk_layernorm=hf.family.qk_norm,
@@ -92,7 +111,8 @@ def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -
         for name in names:
             if getattr(owner, name) is not IdentityOp and getattr(owner, name) is not None:
                 setattr(owner, name, RmsNorm)
-    model = GPTModel(
+    layer.mlp.submodules.activation_func = SwiGlu
+    model = PackedGpt(
         config,
         TransformerBlockSubmodules(layer_specs=[spec] * hf.layers, layer_norm=RmsNorm),
         vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),

@@ -8,6 +8,7 @@ Invariant: segments follow each other without gaps; their lengths sum to the tok
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 _PADDING_LIMIT = 1.25
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device; from pinned memory, so that the host does not wait for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -35,26 +41,29 @@ class PackLayout(PackedSeqParams):
     """Segments of a pack of t tokens.
 
     Attributes:
+        rows: int64 [k], places whose logits are wanted; None: all.
         positions: int64 [t], position of every token in its own segment.
         starts: int32 [segments + 1], on the device, for variable-length attention kernels.
         longest: tokens of the longest segment.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, rows: torch.Tensor | None = None) -> None:
         super().__init__(qkv_format="thd")
         self.lengths = tuple(lengths)
         self.longest = max(lengths)
-        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        self.starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+        self.rows = rows
+        self.positions = to_device(torch.cat([torch.arange(n) for n in lengths]), device)
+        self.starts = to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device)
         self.device = device
         self._batches: tuple[tuple[SegmentBatch, ...], torch.Tensor] | None = None
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def rotation(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of the rotary angles, each [t, 1, head_dim / 2]; the first call decides for all layers."""
+    def rotation(self, inverse_frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotary angles, each float32 [t, 1, head_dim / 2]; the first call decides for all
+        layers."""
         if self._rotation is None:
             angles = (self.positions.float()[:, None] * inverse_frequencies)[:, None]
-            self._rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+            self._rotation = angles.cos(), angles.sin()
         return self._rotation
 
     def batches(self) -> tuple[tuple[SegmentBatch, ...], torch.Tensor]:
@@ -64,7 +73,7 @@ class PackLayout(PackedSeqParams):
         return self._batches
 
     def _build_batches(self) -> tuple[tuple[SegmentBatch, ...], torch.Tensor]:
-        starts = self.starts.tolist()
+        starts = [0, *itertools.accumulate(self.lengths)]
         order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
         chunks: list[list[int]] = []
         for i in order:
