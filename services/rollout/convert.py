@@ -96,6 +96,7 @@ def _fleet(spec: RunSpec) -> FleetSettings:
             device=rollout.device,
             rank_count=rollout.rollout_num_gpus_per_engine,
             seed=spec.data.rollout_seed,
+            group_timeout=spec.trainer.update_timeout,
             context_length=rollout.rollout_max_context_len,
             sglang=dict(rollout.sglang),
             simulated=dict(rollout.simulated),

@@ -9,7 +9,6 @@ from tetrarch.rollout.v1 import weight_service_pb2, weight_service_pb2_grpc
 
 from services.common.errors import Code, ServiceError
 from services.rollout import convert
-from services.rollout.core.engine_port import CHECKSUM_ALGORITHM
 from services.rollout.core.node import Node
 from services.rollout.core.weights import WeightUpdates
 
@@ -39,9 +38,9 @@ class WeightServicer(weight_service_pb2_grpc.WeightServiceServicer):
     async def PrepareUpdate(self, request: weight_service_pb2.PrepareUpdateRequest, context: grpc.aio.ServicerContext):
         """See the contract."""
         updates = self._updates(request.run_id)
-        rules = await updates.prepare(convert.update_request(request), self._timeout(context))
+        rules, algorithm = await updates.prepare(convert.update_request(request), self._timeout(context))
         return weight_service_pb2.PrepareUpdateResponse(
-            checksum_algorithm=CHECKSUM_ALGORITHM if rules else "", checksum_rules=convert.rules_to_proto(rules)
+            checksum_algorithm=algorithm, checksum_rules=convert.rules_to_proto(rules)
         )
 
     async def TransferBucket(

@@ -130,12 +130,12 @@ def generate_body(request: GenerationRequest) -> dict[str, Any]:
     }
 
 
-def read_generations(answer: Any, url: str | None) -> list[Generation]:
-    """Completions in an answer of `/generate`."""
-    return [_read_one(item, url) for item in (answer if isinstance(answer, list) else [answer])]
+def read_generations(answer: Any, url: str | None, oldest_version: int | None = None) -> list[Generation]:
+    """Completions in an answer of `/generate`; `oldest_version` as in `read_spans`."""
+    return [_read_one(item, url, oldest_version) for item in (answer if isinstance(answer, list) else [answer])]
 
 
-def _read_one(item: Mapping[str, Any], url: str | None) -> Generation:
+def _read_one(item: Mapping[str, Any], url: str | None, oldest_version: int | None) -> Generation:
     meta = item["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = np.array([pair[1] for pair in pairs], dtype=np.int32)
@@ -145,17 +145,23 @@ def _read_one(item: Mapping[str, Any], url: str | None) -> Generation:
         output_ids=ids,
         log_probs=log_probs,
         finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
-        versions=read_spans(meta, len(ids)),
+        versions=read_spans(meta, len(ids), oldest_version),
         engine_url=url,
         cached_tokens=meta.get("cached_tokens") or 0,
     )
 
 
-def read_spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
-    """Version of each of `length` output tokens. Releases without spans report the version at the end only."""
+def read_spans(meta: Mapping[str, Any], length: int, oldest_version: int | None = None) -> tuple[VersionSpan, ...]:
+    """Version of each of `length` output tokens.
+
+    Releases without spans report the version at the end only. All tokens then count as made by `oldest_version`, the
+    oldest that can have made the first of them: too old a label costs a sample, too new a one breaks the staleness law.
+    """
     spans = meta.get("weight_versions")
     if not spans:
-        spans = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+        last = read_version(meta.get("weight_version"))
+        version = last if oldest_version is None else min(last, oldest_version)
+        spans = [{"version": version, "start": 0, "end": length}]
     result: list[VersionSpan] = []
     for span in spans:
         start, end = result[-1].end if result else 0, min(span["end"], length)
@@ -176,7 +182,7 @@ def read_version(text: Any) -> int:
 async def generate(client: HttpClient, request: GenerationRequest, timeout: float, url: str | None) -> list[Generation]:
     """POST `/generate`; completions in order of sample. The caller has checked the request's limits."""
     answer = await client.expect("POST", "/generate", generate_body(request), timeout=timeout)
-    generations = read_generations(answer, url)
+    generations = read_generations(answer, url, request.oldest_version)
     if len(generations) != request.sample_count:
         raise ServiceError(
             Code.INTERNAL,

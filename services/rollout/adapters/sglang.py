@@ -1,11 +1,9 @@
-"""Client of one SGLang server: everything that is SGLang's own control API, and differs between releases.
+"""Client of one SGLang server: everything that is SGLang's own control API. What differs between releases is in
+`sglang_release`, what `/generate` answers in `engine_http`.
 
-Tested with 0.5.23 (CPU) and written for 0.5.15.post1 as well (CUDA). Differences met here:
-- `begin_weight_update`/`end_weight_update` exist, and are required, since 0.5.21; a 404 means "not needed".
-- Per-token version spans exist since 0.5.19 (`engine_http.read_spans`).
-- `flush_cache: true` inside an update kills releases up to 0.5.21 when requests wait: it is never sent;
-  `flush_cache()` is a call of its own.
-- `weights_checker` gives checksums of a CPU engine since 0.5.23. Without them `checksum_algorithm` is "".
+What kills or confuses some release is never sent to any: `flush_cache: true` inside an update (0.5.15 dies of it
+when requests wait), a bucket for a group the engine is not in (an assertion ends the scheduler), a sampling key it
+does not know (status 500 without a reason).
 
 Invariants: version strings sent to the engine are decimal integers; an update never names a version, the
 node sets it after the checksums were compared.
@@ -13,7 +11,7 @@ node sets it after the checksums were compared.
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Code, ServiceError
+from services.common.telemetry import get_logger
 from services.rollout.adapters import engine_http
 from services.rollout.adapters.checkpoint import installed_version, model_config
 from services.rollout.adapters.engine_http import HttpClient
+from services.rollout.adapters.nccl_library import nccl_version
+from services.rollout.adapters.sglang_release import RELEASES, Release, is_tested
 from services.rollout.core.engine_port import (
-    CHECKSUM_ALGORITHM,
     PAUSE_MODES,
     ChecksumRule,
     EngineInfo,
@@ -43,7 +43,17 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 """Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
 
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+# fmt: off
+SAMPLING_KEYS = frozenset({
+    "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "ignore_eos",
+    "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "logit_bias", "sampling_seed",
+    "custom_params", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag",
+})
+# fmt: on
+"""What a request may set beside its `SamplingParams`."""
+FLUSH_TRIES = 5
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class EngineFacts:
     collective_env: Mapping[str, str]
     vocabulary_multiple: int = 1
     """Embeddings and output layer are held with rows of zeros up to a multiple of this."""
+    release: Release = RELEASES[-1]
 
 
 class SGLangEngine:
@@ -64,14 +75,13 @@ class SGLangEngine:
 
     def __init__(self, url: str, facts: EngineFacts) -> None:
         self.url = url
-        # A sharded tensor has a checksum per rank, and on CUDA SGLang hashes with a kernel of its own: neither
-        # can be compared with a digest of the bytes that were sent.
-        comparable = facts.rank_count == 1 and facts.device == "cpu"
-        self.checksum_algorithm = CHECKSUM_ALGORITHM if comparable else ""
+        # A sharded tensor has a checksum per rank, which cannot be compared with one of the bytes that were sent.
+        self.checksum_algorithm = facts.release.checksums.get(facts.device, "") if facts.rank_count == 1 else ""
         self._facts = facts
         self._client = HttpClient(url, f"The {facts.kind} engine")
-        self._brackets_updates: bool | None = None
         self._limits: RequestLimits | None = None
+        self._paused = ""
+        self._groups: set[str] = set()
 
     async def health(self, timeout: float) -> bool:
         try:
@@ -84,17 +94,21 @@ class SGLangEngine:
         said = await self._client.expect("GET", "/server_info", timeout=CONTROL_SECONDS)
         config = model_config(self._facts.model_path)
         on_gpu = self._facts.device == "cuda"
+        version = str(said.get("version", ""))
+        if self._limits is None and self._facts.kind == "sglang" and not is_tested(version, self._facts.device):
+            known = self._facts.release.version
+            log.warning("untested SGLang release", version=version, device=self._facts.device, taken_for=known)
         info = EngineInfo(
             kind=self._facts.kind,
-            engine_version=str(said.get("version", "")),
+            engine_version=version,
             torch_version=installed_version("torch"),
-            nccl_version=next(filter(None, map(installed_version, NCCL_PACKAGES)), "") if on_gpu else "",
+            nccl_version=await asyncio.to_thread(nccl_version) if on_gpu else "",
             backends=("nccl", "gloo") if on_gpu else ("gloo",),
             collective_env=dict(self._facts.collective_env),
             vocab_size=config["vocab_size"],
             context_length=int(said.get("context_length") or config["max_position_embeddings"]),
             rank_count=self._facts.rank_count,
-            max_running=int(said.get("max_running_requests") or 0),
+            max_running=_max_running(said),
         )
         self._limits = info.limits
         return info
@@ -103,6 +117,9 @@ class SGLangEngine:
         if self._limits is None:
             await self.info()
         self._limits.check(request)
+        _check_sampling_keys(request)
+        if request.oldest_version is None and not self._facts.release.version_spans:
+            request = replace(request, oldest_version=await self.version())
         return await engine_http.generate(self._client, request, timeout, self.url)
 
     async def pause(self, mode: str) -> None:
@@ -114,11 +131,27 @@ class SGLangEngine:
                 mode=mode,
             )
         await self._post("/pause_generation", {"mode": mode})
+        self._paused = mode
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False})
+        self._paused = ""
 
     async def flush_cache(self) -> bool:
+        if await self._flush():
+            return True
+        if self._paused != "retract" or self._facts.release.flushes_retracted:
+            return False
+        # Retracted requests hold nothing of the cache, yet this release does not flush while they wait. Ended now,
+        # they return what they made so far, and their sender goes on from there.
+        for _ in range(FLUSH_TRIES):
+            await self.abort_all()
+            if await self._flush():
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    async def _flush(self) -> bool:
         status, answer = await self._client.call("POST", "/flush_cache", timeout=CONTROL_SECONDS)
         if status >= 500:
             raise self._client.refused("/flush_cache", status, answer)
@@ -137,8 +170,10 @@ class SGLangEngine:
             "backend": group.backend,
         }
         await self._client.expect("POST", "/init_weights_update_group", body, timeout=timeout)
+        self._groups.add(group.name)
 
     async def leave_group(self, name: str, timeout: float) -> None:
+        self._groups.discard(name)
         # An engine that is not in the group answers 400: it has left already.
         path, body = "/destroy_weights_update_group", {"group_name": name}
         status, answer = await self._client.call("POST", path, body, timeout=timeout)
@@ -152,12 +187,8 @@ class SGLangEngine:
         await self._bracket("/end_weight_update")
 
     async def _bracket(self, path: str) -> None:
-        if self._brackets_updates is False:
-            return
-        status, answer = await self._client.call("POST", path, {}, timeout=CONTROL_SECONDS)
-        self._brackets_updates = status != 404
-        if self._brackets_updates and status >= 300:
-            raise self._client.refused(path, status, answer)
+        if self._facts.release.brackets_updates:
+            await self._post(path, {})
 
     async def receive_bucket(self, specs: Sequence[TensorSpec], group_name: str, timeout: float) -> None:
         body = {
@@ -170,6 +201,7 @@ class SGLangEngine:
             "abort_all_requests": False,
         }
         try:
+            self._require_membership(group_name)
             await self._client.expect("POST", "/update_weights_from_distributed", body, timeout=timeout)
         except ServiceError as error:
             raise ServiceError(
@@ -181,6 +213,10 @@ class SGLangEngine:
                 group=group_name,
                 cause=error.reason,
             ) from error
+
+    def _require_membership(self, group_name: str) -> None:
+        if group_name not in self._groups:
+            raise ServiceError(Code.FAILED_PRECONDITION, "ENGINE_REFUSED", "It is not a member of that group.")
 
     async def checksums(self) -> dict[str, str]:
         answer = await self._post("/weights_checker", {"action": "checksum"})
@@ -214,8 +250,8 @@ class SGLangEngine:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "DTYPE_MISMATCH",
-                f"The update is sent as {', '.join(sorted(sent))}, but the engine at {self.url} holds {dtype}: set "
-                "sglang.dtype to the trainer's dtype (float32, or bfloat16 with bf16).",
+                f"The update is sent as {', '.join(sorted(sent))}, but the engine at {self.url} holds {dtype}: make "
+                "both equal (trainer.bf16 and sglang.dtype: bfloat16, or neither and sglang.dtype: float32).",
                 url=self.url,
                 engine_dtype=dtype,
             )
@@ -232,6 +268,25 @@ class SGLangEngine:
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return await self._client.expect("POST", path, body, timeout=CONTROL_SECONDS)
+
+
+def _max_running(said: Mapping[str, Any]) -> int:
+    """Requests decoded at once; chosen by the scheduler when no argument sets it."""
+    inner = next(iter(said.get("internal_states") or ()), {})
+    return int(said.get("max_running_requests") or inner.get("effective_max_running_requests_per_dp") or 0)
+
+
+def _check_sampling_keys(request: GenerationRequest) -> None:
+    lost = sorted(set(request.extra) - SAMPLING_KEYS)
+    if lost:
+        raise ServiceError(
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+            f"Request {request.request_id} sets the sampling key {lost[0]}, which no engine knows: use "
+            f"{', '.join(sorted(SAMPLING_KEYS))}, or the keys of the run.",
+            request_id=request.request_id,
+            key=lost[0],
+        )
 
 
 def _padding(spec: TensorSpec, multiple: int) -> int:
@@ -275,11 +330,3 @@ def _sources(engine_name: str, known: set[str]) -> tuple[str, ...]:
             names = tuple(re.sub(pattern, part, engine_name) for part in parts)
             return names if known.issuperset(names) else ()
     return ()
-
-
-def checksum(*parts: bytes) -> str:
-    """ "sha256-64" of the concatenation: 16 hex digits."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]

@@ -3,26 +3,34 @@
 Users' `sglang:` arguments pass through; those that the node settles itself are refused with the reason.
 The CPU defaults were measured on 2 cores with a model of 0.5 M parameters, 3 layers: one thread (two are four
 times slower when anything else runs), one request per prompt with n samples, up to 256 decoded together.
-Tested with sglang 0.5.23.
+On CUDA an engine takes the devices `index * ranks ...` of those the node sees; where these end, engines begin at the
+first again and share. SGLang warms up before it calls itself healthy, so readiness includes compiled kernels.
+Tested with sglang 0.5.23 (CPU) and 0.5.15.post1 (CUDA).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import Code, ServiceError
-from services.rollout.adapters.checkpoint import model_config
+from services.common.telemetry import get_logger
+from services.rollout.adapters.checkpoint import installed_version, model_config
 from services.rollout.adapters.sglang import EngineFacts, SGLangEngine
+from services.rollout.adapters.sglang_release import release_of
+from services.rollout.core.compatibility import COLLECTIVE_VARIABLES
 from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
+
+log = get_logger(__name__)
 
 CPU_LAUNCHER = "services.rollout.adapters.sglang_cpu_launcher"
 VOCABULARY_MULTIPLE = 64
-CUDA_LAUNCHER = "sglang.launch_server"
+CUDA_LAUNCHER = "services.rollout.adapters.sglang_cuda_launcher"
 GROUP_TIMEOUT_VARIABLE = "TETRARCH_GROUP_TIMEOUT_SECONDS"
 
 OWNED = {
@@ -72,6 +80,12 @@ CPU_RUNNING = 256
 CPU_CACHE_TOKENS = 65536
 CPU_START_SECONDS = 180.0
 CUDA_START_SECONDS = 900.0
+"""A large model is read from a cold disk; some kernels are compiled at their first start."""
+SHARED_MEMORY_FRACTION = 0.85
+"""Of a device, for all engines on it together."""
+SHARED_CACHE_BYTES = 8 * 2**30
+"""Cache of each engine on a shared device. SGLang sizes its cache by what is free as it starts; engines that start
+together would count the same memory twice."""
 
 
 class SGLangFactory:
@@ -98,24 +112,26 @@ class SGLangFactory:
             "random_seed": spec.seed + index,
             "log_level": "warning",
         }
+        cuda_env = collective_env() if device == "cuda" else {}
         if spec.context_length:
             arguments["context_length"] = spec.context_length
         if device == "cpu":
             arguments |= cpu_defaults(spec, user)
             module, own_env, seconds = CPU_LAUNCHER, dict(CPU_ENV), CPU_START_SECONDS
-            own_env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout)
             if spec.rank_count > 1:
                 own_env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(spec.rank_count))
         else:
-            arguments["base_gpu_id"] = index * spec.rank_count
-            module, own_env, seconds = CUDA_LAUNCHER, dict(CUDA_COLLECTIVE_ENV), CUDA_START_SECONDS
+            arguments |= cuda_defaults(index, spec)
+            module, own_env, seconds = CUDA_LAUNCHER, dict(cuda_env), CUDA_START_SECONDS
+        own_env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout)
         facts = EngineFacts(
             kind=self.kind,
             device=device,
             model_path=spec.model_path,
             rank_count=spec.rank_count,
-            collective_env=CUDA_COLLECTIVE_ENV if device == "cuda" else {},
+            collective_env=cuda_env,
             vocabulary_multiple=VOCABULARY_MULTIPLE,
+            release=release_of(installed_version("sglang")),
         )
         return EngineLaunch(
             argv=(sys.executable, "-m", module, *command_line(arguments | user)),
@@ -154,6 +170,56 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
         result[name] = value
     return result
+
+
+def collective_env() -> dict[str, str]:
+    """What an engine on CUDA will have of the variables a weight group must agree on: this process's, else ours."""
+    return CUDA_COLLECTIVE_ENV | {name: os.environ[name] for name in COLLECTIVE_VARIABLES if name in os.environ}
+
+
+def visible_devices() -> int:
+    """CUDA devices this process may use; 0 when that cannot be told."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([device for device in listed.split(",") if device.strip()])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def cuda_defaults(index: int, spec: LaunchSpec) -> dict[str, Any]:
+    """Arguments of engine `index` on CUDA: bfloat16, as trained there, and its place among the devices.
+
+    Raises INVALID_ARGUMENT/INVALID_FIELD when an engine has more ranks than there are devices.
+    """
+    ranks, devices = spec.rank_count, visible_devices()
+    chosen: dict[str, Any] = {"dtype": "bfloat16", "base_gpu_id": index * ranks}
+    if not devices:
+        return chosen
+    places = devices // ranks
+    if not places:
+        raise ServiceError(
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+            f"An engine of {ranks} devices (rollout_num_gpus_per_engine) does not fit on the {devices} that this node "
+            "sees (CUDA_VISIBLE_DEVICES).",
+            rank_count=ranks,
+            device_count=devices,
+        )
+    chosen["base_gpu_id"] = index % places * ranks
+    sharing = -(-spec.engine_count // places)
+    if sharing > 1:
+        log.warning("engines share devices", engines=spec.engine_count, devices=devices, engines_per_device=sharing)
+        chosen["mem_fraction_static"] = round(SHARED_MEMORY_FRACTION / sharing, 3)
+        chosen["max_total_tokens"] = SHARED_CACHE_BYTES // _cache_bytes(spec)
+    return chosen
+
+
+def _cache_bytes(spec: LaunchSpec) -> int:
+    """Cache of one token on one rank, in bfloat16."""
+    config = model_config(spec.model_path)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    stored_heads = -(-(config.get("num_key_value_heads") or heads) // spec.rank_count)
+    return 2 * 2 * config["num_hidden_layers"] * stored_heads * head_dim
 
 
 def cpu_defaults(spec: LaunchSpec, user: Mapping[str, Any]) -> dict[str, Any]:

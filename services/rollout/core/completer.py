@@ -3,7 +3,8 @@
 A request waits while no engine serves, is tried again when an engine fails, and goes on from the tokens
 already produced when an engine gave it up half way (finish_reason "abort"). Everything ends at the deadline.
 
-Invariant: log-probs and version spans of a completion are exactly what the engines reported, piece by piece.
+Invariant: log-probs and version spans of a completion are what the engines reported, piece by piece; where a release
+reports no spans, a piece counts as made by the oldest version that an engine could hold when it was asked for.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Completer:
             if remaining <= 0:
                 raise _timed_out(request)
             try:
-                return await self.fleet.router.generate(request, remaining)
+                sent = replace(request, oldest_version=self.fleet.oldest_version())
+                return await self.fleet.router.generate(sent, remaining)
             except ServiceError as error:
                 if not may_pass(error) or deadline - time.monotonic() <= pause:
                     raise

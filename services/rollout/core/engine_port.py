@@ -24,6 +24,9 @@ from services.common.errors import Code, ServiceError
 from services.common.records import SamplingParams, VersionSpan
 
 CHECKSUM_ALGORITHM = "sha256-64"
+"""First 8 bytes of SHA-256 over a tensor's bytes: engines on the CPU."""
+TILED_CHECKSUM_ALGORITHM = "sglang-tiled-64"
+"""SGLang's own hash of a tensor on a GPU; `services.trainer.ranks.checksums` defines it."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 
@@ -36,6 +39,8 @@ class GenerationRequest:
         input_ids: P token ids.
         sampling: `max_new_tokens` must be set.
         extra: engine-specific sampling keys of the user (`min_p`, `repetition_penalty`, …).
+        oldest_version: oldest version that an engine it may reach holds as it is sent; tokens count as made by it
+            where the engine reports no spans. None: unknown.
     """
 
     request_id: str
@@ -43,6 +48,7 @@ class GenerationRequest:
     sampling: SamplingParams
     sample_count: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
+    oldest_version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -255,9 +261,11 @@ class LaunchSpec:
     seed: int = 0
     context_length: int | None = None
     """None: the model's own."""
+    engine_count: int = 1
+    """Engines of this node; they share devices when there are fewer."""
     group_timeout: float = 60.0
-    """Seconds an engine waits for the other members of a weight group before it gives up and serves again. Not
-    enforced by SGLang on CUDA: there an engine that waits in vain must be restarted."""
+    """Seconds an engine waits for the other members of a weight group. In vain for one to join: it gives up and serves
+    again. In vain for bytes: on CUDA its process ends, for a stuck NCCL kernel cannot be taken back."""
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """Pass-through server arguments, snake_case or kebab-case."""
     simulated: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess
 from services.common.telemetry import get_logger
-from services.rollout.core.engine_port import Engine, EngineInfo, RequestLimits, Router
+from services.rollout.core.engine_port import (
+    ChecksumRule,
+    Engine,
+    EngineInfo,
+    GroupSpec,
+    RequestLimits,
+    Router,
+    TensorSpec,
+)
 from services.rollout.core.engine_state import EngineEvent, EngineState, next_state
 
 log = get_logger(__name__)
@@ -31,8 +39,16 @@ class EngineSlot:
     incarnation: str = ""
     restart_count: int = -1
     version: int = 0
+    incoming: int = 0
+    """Version of the update of which it began to receive bytes last."""
     fence: int = 0
     """Highest update epoch seen."""
+    group: GroupSpec | None = None
+    """Weight group that this process is a member of, from update to update."""
+    groups_left: set[str] = field(default_factory=set)
+    """Names of groups that this process joined or tried to, and may not join again."""
+    rules: tuple[tuple[TensorSpec, ...], list[ChecksumRule]] | None = None
+    """Tensors of the last Prepare, and how this process makes its own from them."""
     engine: Engine | None = None
     info: EngineInfo | None = None
     process: ManagedProcess | None = None
@@ -47,6 +63,14 @@ class EngineSlot:
         before, self.state = self.state, next_state(self.state, event)
         if before is not self.state:
             log.info("engine state", engine=self.engine_id, before=before.name, now=self.state.name, why=event.value)
+
+    def reborn(self, incarnation: str) -> None:
+        """Forgets what only the process knew that filled this place before."""
+        self.restart_count += 1
+        self.incarnation = incarnation
+        self.version, self.condemned, self.info = 0, "", None
+        self.group, self.groups_left, self.rules = None, set(), None
+        self.wake.clear()
 
     def condemn(self, why: str) -> None:
         """Asks the supervisor to replace the process."""
@@ -113,6 +137,13 @@ class Fleet:
     def routed_versions(self) -> list[int]:
         """Weight versions of the engines behind the router."""
         return [slot.version for slot in self.slots if slot.engine_id in self._routed]
+
+    def oldest_version(self) -> int | None:
+        """Oldest version that can make a token of a request sent now; None when no engine is behind the router.
+
+        An engine that receives weights is paused until the incoming version serves or it leaves the router."""
+        routed = [slot for slot in self.slots if slot.engine_id in self._routed]
+        return min((slot.version or slot.incoming for slot in routed), default=None)
 
     @property
     def serving(self) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.common.errors import Code, ServiceError
@@ -180,7 +180,8 @@ class Node:
         await self._stop_engines()
         count = self._settings.engine_count or settings.engine_count
         fleet = Fleet(self.node_id, count, self._outside.make_router(settings))
-        supervisor = Supervisor(fleet, self._outside.make_factory(settings), settings, self._settings.log_dir)
+        ours = replace(settings, launch=replace(settings.launch, engine_count=count))
+        supervisor = Supervisor(fleet, self._outside.make_factory(settings), ours, self._settings.log_dir)
         self._engines = _Engines(settings, fleet, supervisor)
         try:
             await supervisor.start()

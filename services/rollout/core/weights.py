@@ -5,6 +5,8 @@ Knows engines through their port and nothing of gRPC. Invariants:
 - Once a bucket was asked for, the engine is READY again only after its checksums matched; else it is STALE,
   out of the router and paused.
 - An update that the trainer forgets is given up after `settings.update_timeout` seconds without a message.
+- An engine is in one weight group at most. It stays in it after Commit, and a later Prepare that names it joins
+  nothing; an update that ends in any other way ends the group too, and its name is refused from then on.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from services.rollout.core.counters import Counters
 from services.rollout.core.engine_port import ChecksumRule, Engine, GroupSpec, TensorSpec
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
+from services.rollout.core.update_errors import fenced, group_left, transfer_failed, unavailable
 
 log = get_logger(__name__)
 ResultT = TypeVar("ResultT")
 
 _LEAVE_SECONDS = 10.0
-"""An engine that does not leave a broken collective in this time is replaced."""
+"""An engine that does not leave a group in this time (its peers may be dead, or never have come) is replaced."""
 
 
 @dataclass(frozen=True)
@@ -96,26 +99,52 @@ class WeightUpdates:
         self._lanes = {slot.engine_id: _Lane() for slot in fleet.slots}
         self._background: set[asyncio.Task] = set()
 
-    async def prepare(self, request: UpdateRequest, timeout: float) -> list[ChecksumRule]:
-        """Fences older epochs, joins the weight group, returns how held tensors are made from sent ones."""
+    async def prepare(self, request: UpdateRequest, timeout: float) -> tuple[list[ChecksumRule], str]:
+        """Fences older epochs, joins the weight group unless the engine is in it, returns how held tensors are made
+        from sent ones and the algorithm of their checksums (empty without rules)."""
         slot = self._fleet.slot(request.engine_id)
         lane = self._lanes[slot.engine_id]
         if request.epoch <= slot.fence:
-            raise _fenced(slot, request.epoch)
+            raise fenced(slot, request.epoch)
         engine = slot.alive
         if slot.info is None or request.incarnation != slot.incarnation:
-            raise _unavailable(slot, "was restarted since it was listed; list the engines again")
+            raise unavailable(slot, "was restarted since it was listed; list the engines again")
         check_compatible(slot.engine_id, slot.info, request.trainer)
-        rules = await engine.checksum_rules(request.tensors) if engine.checksum_algorithm else []
+        rules = await self._rules(slot, engine, request.tensors)
         slot.fence = max(slot.fence, request.epoch)
         if lane.update is not None:
             await self._give_up(slot, lane, lane.update, f"epoch {request.epoch} replaces it")
         if request.epoch < slot.fence or lane.update is not None:
-            raise _fenced(slot, request.epoch)
+            raise fenced(slot, request.epoch)
         lane.update = _Update(request, slot.incarnation, rules, slot.state)
         async with self._step(slot, lane, request.epoch, "the weight group was not joined") as update:
-            await self._call(update, engine.join_group(request.group, timeout), timeout)
-        return rules
+            await self._enter(slot, update, timeout)
+        return rules, engine.checksum_algorithm if rules else ""
+
+    async def _rules(
+        self, slot: EngineSlot, engine: Engine, tensors: tuple[TensorSpec, ...]
+    ) -> list[ChecksumRule]:
+        """Asked once for the same tensors: an engine goes through all it holds to answer."""
+        if not engine.checksum_algorithm:
+            return []
+        if slot.rules is None or slot.rules[0] != tensors:
+            incarnation, rules = slot.incarnation, await engine.checksum_rules(tensors)
+            if slot.incarnation != incarnation:
+                raise unavailable(slot, "was restarted since it was listed; list the engines again")
+            slot.rules = (tensors, rules)
+        return slot.rules[1]
+
+    async def _enter(self, slot: EngineSlot, update: _Update, timeout: float) -> None:
+        """Into the group that Prepare names; out of the one before, whose trainer may be dead."""
+        group = update.request.group
+        if slot.group == group:
+            return
+        if group.name in slot.groups_left:
+            raise group_left(slot, group.name)
+        if not await self._leave(slot, slot.alive):
+            raise unavailable(slot, "did not leave its weight group before this one and is brought up again")
+        slot.group = group
+        await self._call(update, slot.alive.join_group(group, timeout), timeout)
 
     async def receive(self, engine_id: str, epoch: int, specs: Sequence[TensorSpec], timeout: float) -> None:
         """Receives one bucket. On any failure the engine is STALE and TRANSFER_FAILED is raised."""
@@ -126,10 +155,10 @@ class WeightUpdates:
                 if not update.opened:
                     await self._open(slot, update)
                 update.touched = True
-                slot.version = 0
+                slot.version, slot.incoming = 0, update.request.version
                 await self._call(update, engine.receive_bucket(specs, update.request.group.name, timeout), timeout)
             except ServiceError as error:
-                raise _transfer_failed(slot, str(error)) from error
+                raise transfer_failed(slot, str(error)) from error
 
     async def commit(
         self, engine_id: str, epoch: int, version: int, expected: Mapping[str, str], timeout: float
@@ -155,8 +184,6 @@ class WeightUpdates:
             await self._fleet.route(slot)
         except ServiceError as error:  # the supervisor tries again at its next health check
             log.warning("router did not take an engine", engine=slot.engine_id, error=str(error))
-        # The trainer destroys its end as well; neither waits for the other.
-        self._later(self._leave(slot, slot.alive, update.request.group.name))
         return result
 
     async def abort(self, engine_id: str, epoch: int, reason: str) -> None:
@@ -251,8 +278,7 @@ class WeightUpdates:
             log.warning("weight update given up", engine=slot.engine_id, epoch=update.request.epoch, why=why)
             if slot.engine is None or slot.incarnation != update.incarnation or slot.state is EngineState.DEAD:
                 return
-            if not await self._leave(slot, slot.engine, update.request.group.name):
-                slot.condemn("it did not leave the weight group of an update that was given up")
+            await self._leave(slot, slot.engine)
             if slot.state is EngineState.UPDATING:
                 await self._close_update(slot, slot.engine, update)
 
@@ -270,18 +296,25 @@ class WeightUpdates:
         if slot.state is EngineState.UPDATING:
             await self._fleet.invalidate(slot)
 
-    async def _leave(self, slot: EngineSlot, engine: Engine, name: str) -> bool:
+    async def _leave(self, slot: EngineSlot, engine: Engine) -> bool:
+        """Out of the engine's group, for good; an engine that does not come out in time is replaced."""
+        group, slot.group = slot.group, None
+        if group is None:
+            return True
+        slot.groups_left.add(group.name)
         try:
-            await asyncio.wait_for(engine.leave_group(name, _LEAVE_SECONDS), _LEAVE_SECONDS + 1)
+            await asyncio.wait_for(engine.leave_group(group.name, _LEAVE_SECONDS), _LEAVE_SECONDS + 1)
         except (ServiceError, TimeoutError) as error:
-            log.warning("engine did not leave its weight group", engine=slot.engine_id, group=name, error=str(error))
+            log.warning("engine did not leave its group", engine=slot.engine_id, group=group.name, error=str(error))
+            if slot.engine is engine:
+                slot.condemn("it did not leave a weight group that is given up")
             return False
         return True
 
     def _update_of(self, slot: EngineSlot, lane: _Lane, epoch: int) -> _Update:
         """The update under way with this epoch. Raises FENCED, EPOCH_NOT_PREPARED or ENGINE_UNAVAILABLE."""
         if epoch < slot.fence:
-            raise _fenced(slot, epoch)
+            raise fenced(slot, epoch)
         update = lane.update
         if update is None or update.request.epoch != epoch:
             raise ServiceError(
@@ -293,7 +326,7 @@ class WeightUpdates:
             )
         if update.incarnation != slot.incarnation or slot.state in (EngineState.DEAD, EngineState.STARTING):
             self._drop(lane, update)
-            raise _unavailable(slot, f"died during update {epoch}; it is brought up again and needs a new update")
+            raise unavailable(slot, f"died during update {epoch}; it is brought up again and needs a new update")
         return update
 
     async def _call(self, update: _Update, call: Awaitable[ResultT], timeout: float) -> ResultT:
@@ -357,29 +390,3 @@ class WeightUpdates:
 def _self_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _fenced(slot: EngineSlot, epoch: int) -> ServiceError:
-    return ServiceError(
-        Code.FAILED_PRECONDITION,
-        "FENCED",
-        f"Engine {slot.engine_id} has seen update epoch {slot.fence}; epoch {epoch} is refused.",
-        engine_id=slot.engine_id,
-        update_epoch=epoch,
-        fence=slot.fence,
-    )
-
-
-def _unavailable(slot: EngineSlot, why: str) -> ServiceError:
-    return ServiceError(
-        Code.UNAVAILABLE, "ENGINE_UNAVAILABLE", f"Engine {slot.engine_id} {why}.", engine_id=slot.engine_id
-    )
-
-
-def _transfer_failed(slot: EngineSlot, why: str) -> ServiceError:
-    return ServiceError(
-        Code.INTERNAL,
-        "TRANSFER_FAILED",
-        f"Engine {slot.engine_id} did not receive a bucket and is STALE now: {why}",
-        engine_id=slot.engine_id,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -38,7 +39,9 @@ HELD = [
 
 @pytest.fixture
 def spec(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 320, "max_position_embeddings": 512}))
+    config = {"vocab_size": 320, "max_position_embeddings": 512, "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return LaunchSpec(model_path=tmp_path, device="cpu")
 
 
@@ -77,6 +80,16 @@ def test_spans_are_cut_to_the_output_and_older_releases_have_one():
     assert read_spans(meta, 0) == ()
 
 
+def test_without_spans_tokens_count_as_made_by_the_oldest_version_possible():
+    """What was asked for at version 3 and answered at version 5 began at 3."""
+    meta = {"weight_version": "5"}
+    assert read_spans(meta, 4, oldest_version=3) == (VersionSpan(3, 0, 4),)
+    assert read_spans(meta, 4, oldest_version=5) == (VersionSpan(5, 0, 4),)
+    assert read_spans(meta, 4) == (VersionSpan(5, 0, 4),)
+    spans = {"weight_versions": [{"version": "5", "start": 0, "end": 4}]}
+    assert read_spans(spans, 4, oldest_version=3) == (VersionSpan(5, 0, 4),)
+
+
 def test_an_abort_before_the_first_token_is_an_empty_generation():
     (generation,) = read_generations({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}, None)
     assert (generation.finish_reason, len(generation.output_ids), generation.versions) == ("abort", 0, ())
@@ -99,11 +112,42 @@ def test_pass_through_arguments_become_flags_and_win_over_defaults(spec):
     assert command_line({"flag": True, "off": False, "none": None, "map": {"a": 1}}) == ["--flag", "--map", '{"a": 1}']
 
 
-def test_cuda_engines_run_sglangs_own_entry_point_on_their_devices(spec):
-    launch = SGLangFactory().build(2, 1234, LaunchSpec(spec.model_path, "cuda", rank_count=2))
-    assert launch.argv[1:3] == ("-m", "sglang.launch_server")
-    assert launch.argv[launch.argv.index("--base-gpu-id") + 1] == "4"
+def build_cuda(spec, index: int = 0, **changes):
+    return SGLangFactory().build(index, 1234, replace(spec, device="cuda", **changes))
+
+
+def option(launch, name: str) -> str:
+    return launch.argv[launch.argv.index(name) + 1] if name in launch.argv else ""
+
+
+def test_cuda_engines_take_their_devices_in_turn(spec, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5,6,7")
+    launch = build_cuda(spec, 2, rank_count=2, engine_count=3)
+    assert option(launch, "--base-gpu-id") == "4"
+    assert option(launch, "--dtype") == "bfloat16"
+    assert "--mem-fraction-static" not in launch.argv
     assert launch.env["NCCL_CUMEM_ENABLE"] == "0"
+    assert float(launch.env["TETRARCH_GROUP_TIMEOUT_SECONDS"]) == spec.group_timeout
+
+
+def test_more_engines_than_devices_share_them(spec, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    launches = [build_cuda(spec, index, engine_count=2) for index in range(2)]
+    assert [option(launch, "--base-gpu-id") for launch in launches] == ["0", "0"]
+    assert [option(launch, "--mem-fraction-static") for launch in launches] == ["0.425"] * 2
+    # 8 GiB at 2 layers x (key, value) x 2 heads x 16 numbers of 2 bytes.
+    assert option(launches[0], "--max-total-tokens") == str(2**33 // 256)
+    own = build_cuda(spec, 1, engine_count=2, sglang={"mem_fraction_static": 0.3, "max-total-tokens": 5})
+    assert (option(own, "--mem-fraction-static"), option(own, "--max-total-tokens")) == ("0.3", "5")
+    with pytest.raises(ServiceError, match="does not fit on the 1 that this node sees"):
+        build_cuda(spec, rank_count=2)
+
+
+def test_variables_of_the_node_hold_in_its_engines(spec, monkeypatch):
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    env = build_cuda(spec).env
+    assert [env[f"NCCL_{name}"] for name in ("CUMEM_ENABLE", "NVLS_ENABLE", "P2P_DISABLE")] == ["1", "0", "1"]
 
 
 @pytest.mark.parametrize("key", ["port", "model-path", "--tp-size", "context_length"])

@@ -39,3 +39,16 @@ async def test_an_engine_that_is_lost_while_it_is_routed_does_not_stay_behind_th
     slot.state, fleet.router.meanwhile = EngineState.READY, lambda: None
     await fleet.route(slot)
     assert fleet.router.workers == {slot.engine.url}
+
+
+def test_the_oldest_version_a_request_can_meet():
+    fleet = Fleet("n", 3, SlowRouter())
+    assert fleet.oldest_version() is None
+    fleet._routed.update(("n-0", "n-1"))
+    fleet.slots[0].version, fleet.slots[1].version, fleet.slots[2].version = 5, 4, 1
+    assert fleet.oldest_version() == 4
+    # It receives version 6: paused, with no version of its own, it answers no request before 6 serves.
+    fleet.slots[1].version, fleet.slots[1].incoming = 0, 6
+    assert fleet.oldest_version() == 5
+    fleet.slots[0].version, fleet.slots[0].incoming = 0, 6
+    assert fleet.oldest_version() == 6

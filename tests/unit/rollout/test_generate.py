@@ -50,6 +50,18 @@ async def test_an_aborted_completion_goes_on_from_its_tokens():
     assert last.sampling.max_new_tokens == 6
 
 
+async def test_every_try_says_the_oldest_version_it_can_meet():
+    completer = completer_of([lambda _: _newer(completer), [piece("ab")]])
+    completer.fleet.slots[0].version = 7
+    await completer.complete([1], SAMPLING, 1, time.monotonic() + 5)
+    assert [request.oldest_version for request in completer.fleet.router.requests] == [7, 8]
+
+
+def _newer(completer):
+    completer.fleet.slots[0].version += 1
+    return UNAVAILABLE
+
+
 async def test_a_refused_request_is_not_retried():
     error = ServiceError(Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG", "too long")
     completer = completer_of([error])
