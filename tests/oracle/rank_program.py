@@ -217,8 +217,9 @@ def weight_groups(root: Path) -> dict:
     from services.common.process import free_port
     from services.trainer.core.buckets import plan_buckets
     from services.trainer.core.commands import ChecksumRule, GroupSpec
+    from services.trainer.ranks.groups import WeightGroups
     from services.trainer.ranks.model.hf_weights import list_weights
-    from services.trainer.ranks.weights import WeightGroups, stage_weights
+    from services.trainer.ranks.weights import stage_weights
 
     policy = Trainee(make_spec(root / "qwen3", 2, 1)).policy
     staged = stage_weights(policy.model, policy.hf, 20_000, torch.device("cpu"))
@@ -235,13 +236,14 @@ def weight_groups(root: Path) -> dict:
     out: dict = {"plan": staged.plan, "staged": [hashlib.sha256(b.numpy()).hexdigest() for b in staged.buckets]}
     sources = tuple(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
     out["rules"] = {"fused": ChecksumRule(sources), "padded": ChecksumRule(("lm_head.weight",), padding_bytes=96)}
-    out["checksums"] = staged.checksums(out["rules"])
+    out["checksums"] = staged.checksums(out["rules"], "sha256-64")
     specs = tuple(GroupSpec(name, "gloo", "127.0.0.1", box[0][name], 2) for name in names)
     out["joined"] = groups.join(specs, timeout=8)
     out["sent"] = []
     for bucket in staged.buckets:
         start = time.perf_counter()
-        results = groups.send(bucket, ("good", "broken"), timeout=3)
+        groups.send(bucket, ("good", "broken"), timeout=3)
+        results = groups.finish(("good", "broken"))
         out["sent"].append((results, time.perf_counter() - start))
     groups.leave_all()
     torch.distributed.broadcast_object_list(box, src=1)

@@ -17,7 +17,7 @@ from services.common.run_spec import RunSpec
 from services.trainer.core import commands
 from services.trainer.core.buckets import TensorSpec, plan_buckets
 from services.trainer.core.loop import Ports
-from services.trainer.core.ports import CheckpointMarker, RanksFailed
+from services.trainer.core.ports import CheckpointMarker, RanksFailed, Rules
 from services.trainer.core.progress import Event, Progress
 from services.trainer.core.records import (
     Batch,
@@ -250,6 +250,8 @@ class MemoryRanks:
         self.failure: RanksFailed | None = None
         self.staged: list[str] | None = None
         self.groups: set[str] = set()
+        self.joined: list[str] = []
+        """Every group that was ever joined, in order."""
         self.busy = False
         self.stopped = False
         self.die_in: dict[str, RanksFailed] = {}
@@ -321,11 +323,14 @@ class MemoryRanks:
 
     def _JoinGroups(self, command: commands.JoinGroups) -> dict[str, str | None]:
         self.groups |= {group.name for group in command.groups}
+        self.joined += [group.name for group in command.groups]
         return {group.name: None for group in command.groups}
 
-    def _SendBucket(self, command: commands.SendBucket) -> dict[str, str | None]:
+    def _SendBucket(self, command: commands.SendBucket) -> None:
         assert set(command.group_names) <= self.groups, "a bucket goes to groups that were joined"
-        return dict.fromkeys(command.group_names)
+
+    def _FinishBucket(self, command: commands.FinishBucket) -> dict[str, str | None]:
+        return {name: None if name in self.groups else "it was left" for name in command.group_names}
 
     def _LeaveGroups(self, command: commands.LeaveGroups) -> None:
         self.groups -= set(command.group_names)
@@ -338,6 +343,8 @@ class MemoryRollout:
         self.world = world
         self.aborted: list[tuple[str, int]] = []
         self.epochs: list[int] = []
+        self.groups: list[str] = []
+        """Group that each Prepare named."""
 
     async def nodes(self) -> list[NodeView]:
         engines = tuple(self.world.engines.values())
@@ -350,11 +357,12 @@ class MemoryRollout:
             self.world.engines[engine.engine_id] = replace(engine, state=EngineState.STALE, weight_version=0)
             raise fault
 
-    async def prepare(self, engine: EngineView, request: Any, timeout: float) -> dict:
+    async def prepare(self, engine: EngineView, request: Any, timeout: float) -> Rules:
         self._answer("prepare", engine)
         assert not self.epochs or request.epoch >= max(self.epochs), "epochs only grow"
         self.epochs.append(request.epoch)
-        return {"ab": commands.ChecksumRule(("a", "b"))}
+        self.groups.append(request.group.name)
+        return Rules("sha256-64", {"ab": commands.ChecksumRule(("a", "b"))})
 
     async def transfer(self, engine: EngineView, request: Any, timeout: float) -> int:
         self._answer("transfer", engine)

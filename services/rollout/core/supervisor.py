@@ -94,10 +94,7 @@ class Supervisor:
     async def _launch(self, slot: EngineSlot) -> None:
         """STARTING to STALE, or raises with the reason and the last lines of output."""
         slot.see(EngineEvent.STARTED)
-        slot.restart_count += 1
-        slot.incarnation = self._fleet.new_incarnation()
-        slot.version, slot.condemned, slot.info = 0, "", None
-        slot.wake.clear()
+        slot.reborn(self._fleet.new_incarnation())
         launch = self._factory.build(slot.index, free_port(), self._settings.launch)
         log_path = self._log_dir / f"{slot.engine_id}.log" if self._log_dir else None
         slot.process = ManagedProcess(slot.engine_id, launch.argv, env=launch.env, log_path=log_path)

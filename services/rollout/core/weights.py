@@ -121,9 +121,7 @@ class WeightUpdates:
             await self._enter(slot, update, timeout)
         return rules, engine.checksum_algorithm if rules else ""
 
-    async def _rules(
-        self, slot: EngineSlot, engine: Engine, tensors: tuple[TensorSpec, ...]
-    ) -> list[ChecksumRule]:
+    async def _rules(self, slot: EngineSlot, engine: Engine, tensors: tuple[TensorSpec, ...]) -> list[ChecksumRule]:
         """Asked once for the same tensors: an engine goes through all it holds to answer."""
         if not engine.checksum_algorithm:
             return []

@@ -24,12 +24,11 @@ from services.common.errors import Code, ServiceError
 from services.common.tensors import dtype_to_proto
 from services.trainer import convert
 from services.trainer.core.buckets import TensorSpec
-from services.trainer.core.commands import ChecksumRule
+from services.trainer.core.commands import CHECKSUM_ALGORITHMS, ChecksumRule
 from services.trainer.core.ports import BucketRequest, PrepareRequest, Rules
 from services.trainer.core.records import EngineView, EvalResult, NodeView
 
 _LOOK_SECONDS = 5.0
-_CHECKSUM_ALGORITHM = "sha256-64"
 
 
 class GrpcRollout:
@@ -90,18 +89,20 @@ class GrpcRollout:
             tensors=[_spec(tensor) for tensor in request.tensors],
         )
         response = await self._ask(engine, self._weights(engine).PrepareUpdate, message, timeout)
-        if response.checksum_rules and response.checksum_algorithm != _CHECKSUM_ALGORITHM:
+        algorithm = response.checksum_algorithm
+        if response.checksum_rules and algorithm not in CHECKSUM_ALGORITHMS:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "CHECKSUM_UNKNOWN",
-                f"Engine {engine.engine_id} checks weights by {response.checksum_algorithm!r}, which this trainer does"
-                f" not know; it knows {_CHECKSUM_ALGORITHM}.",
+                f"Engine {engine.engine_id} checks weights by {algorithm!r}, which this trainer does not know; it knows"
+                f" {', '.join(CHECKSUM_ALGORITHMS)}.",
                 engine_id=engine.engine_id,
             )
-        return {
+        rules = {
             rule.engine_name: ChecksumRule(tuple(rule.source_names), rule.padding_bytes)
             for rule in response.checksum_rules
         }
+        return Rules(algorithm, rules)
 
     async def transfer(self, engine: EngineView, request: BucketRequest, timeout: float) -> int:
         """Asks an engine to receive one bucket; → bytes."""

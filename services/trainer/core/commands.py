@@ -20,6 +20,9 @@ from services.trainer.core.schedule import StepPlan
 KEY_VARIABLE = "TETRARCH_RANK_KEY"
 """Environment variable with the hex authentication key of the socket."""
 
+CHECKSUM_ALGORITHMS = ("sha256-64", "sglang-tiled-64")
+"""Algorithms of `Checksums`; `services.trainer.ranks.checksums` defines them."""
+
 
 @dataclass(frozen=True)
 class Hello:
@@ -108,9 +111,12 @@ class TrainResult:
     """Metrics, equal on all ranks, and this rank's seconds by part.
 
     metrics: loss, pg_loss, kl_loss, entropy, ppo_kl, pg_clipfrac, ratio_mean, ratio_max, grad_norm, lr,
-    trained_tokens, total_tokens, log_prob_abs_diff_mean, log_prob_abs_diff_max (trainer against engine),
-    optimizer_steps. Means over the optimizer steps of the batch, except counts, maxima and lr.
-    seconds: fetch, old_log_probs, ref_log_probs, forward_backward, optimizer, total.
+    trained_tokens, total_tokens, optimizer_steps; ppo_kl_first, of the first optimizer step; trainer against engine,
+    over all trained tokens of all ranks, before any update: log_prob_diff_mean (trainer − engine),
+    log_prob_abs_diff_mean, log_prob_abs_diff_p99 (the smallest difference that 99% of the tokens do not exceed),
+    log_prob_abs_diff_max. Means over the optimizer steps of the batch, except counts, maxima and lr. With
+    use_rollout_logprobs later optimizer steps know no log-probs of before the update; the first stands for all then.
+    seconds: fetch, pack, old_log_probs, ref_log_probs, forward_backward, optimizer, metrics, total.
     """
 
     metrics: Mapping[str, float]
@@ -140,10 +146,11 @@ class ChecksumRule:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Rank 0, after StageWeights. `rules`: held tensor's name → how it is made up.
-    → dict of held tensor's name → 16 hex digits ("sha256-64")."""
+    """Rank 0, after StageWeights. `rules`: held tensor's name → how it is made up. `algorithm`: one of
+    CHECKSUM_ALGORITHMS. → dict of held tensor's name → 16 hex digits."""
 
     rules: Mapping[str, ChecksumRule]
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -167,8 +174,9 @@ class JoinGroups:
 
 @dataclass(frozen=True)
 class SendBucket:
-    """Rank 0, after StageWeights. Broadcasts one bucket over each group, each on a thread of its own, for at most
-    `timeout` seconds. → dict name → None or error. A group that failed is left and must not be used again."""
+    """Rank 0, after StageWeights. Begins to broadcast one bucket over each group, each on a thread of its own, for at
+    most `timeout` seconds. → None, at once: `FinishBucket` tells how it went. Between the two a group whose other side
+    is known to have failed can be left, which nobody else waits for."""
 
     index: int
     group_names: tuple[str, ...]
@@ -176,8 +184,16 @@ class SendBucket:
 
 
 @dataclass(frozen=True)
+class FinishBucket:
+    """Rank 0, after SendBucket. Waits for the end of its broadcast over the named groups. → dict name → None or error.
+    A group that failed is left and must not be used again."""
+
+    group_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LeaveGroups:
-    """Rank 0. Leaves groups; unknown names are no error. → None."""
+    """Rank 0. Leaves groups, also in the middle of a bucket; unknown names are no error. → None."""
 
     group_names: tuple[str, ...]
 
@@ -232,6 +248,7 @@ Command = (
     | Checksums
     | JoinGroups
     | SendBucket
+    | FinishBucket
     | LeaveGroups
     | ReleaseWeights
     | SaveCheckpoint

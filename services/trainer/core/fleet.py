@@ -129,6 +129,7 @@ class EngineFleet:
             staged = await self._updater.stage()
             while True:
                 engines = await self.engines()
+                await self._updater.keep(engines)
                 report = await self._updater.push(version, engines)
                 if report.committed:
                     break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.common.errors import Code, ServiceError
@@ -101,8 +101,13 @@ class BucketRequest:
     tensors: tuple[TensorSpec, ...]
 
 
-Rules = Mapping[str, ChecksumRule]
-"""Held tensor's name → names whose bytes make it up."""
+@dataclass(frozen=True)
+class Rules:
+    """How an engine checks what it holds. `by_name`: held tensor's name → names whose bytes make it up; empty when it
+    cannot say what it holds. `algorithm`: one of `commands.CHECKSUM_ALGORITHMS`."""
+
+    algorithm: str = ""
+    by_name: Mapping[str, ChecksumRule] = field(default_factory=dict)
 
 
 class Rollout(Protocol):

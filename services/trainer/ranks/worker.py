@@ -34,6 +34,7 @@ class RankWorker:
             commands.Checksums: self._checksums,
             commands.JoinGroups: lambda c: self._groups.join(c.groups, c.timeout),
             commands.SendBucket: self._send_bucket,
+            commands.FinishBucket: lambda c: self._groups.finish(c.group_names),
             commands.LeaveGroups: lambda c: self._groups.leave(c.group_names),
             commands.ReleaseWeights: self._release_weights,
             commands.SaveCheckpoint: self._save_checkpoint,
@@ -68,8 +69,8 @@ class RankWorker:
 
         from services.trainer.ranks import policy as policies
         from services.trainer.ranks.fetch import SampleSource
+        from services.trainer.ranks.groups import WeightGroups
         from services.trainer.ranks.train import StepTrainer
-        from services.trainer.ranks.weights import WeightGroups
 
         self._spec = spec
         self._policy = policies.build_policy(spec, self._device)
@@ -132,10 +133,10 @@ class RankWorker:
         return self._staged
 
     def _checksums(self, command: commands.Checksums) -> dict[str, str]:
-        return self._need_staged().checksums(command.rules)
+        return self._need_staged().checksums(command.rules, command.algorithm)
 
-    def _send_bucket(self, command: commands.SendBucket) -> dict[str, str | None]:
-        return self._groups.send(self._need_staged().buckets[command.index], command.group_names, command.timeout)
+    def _send_bucket(self, command: commands.SendBucket) -> None:
+        self._groups.send(self._need_staged().buckets[command.index], command.group_names, command.timeout)
 
     def _release_weights(self, _command: commands.ReleaseWeights) -> None:
         self._staged = None

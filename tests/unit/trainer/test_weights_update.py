@@ -62,8 +62,8 @@ async def test_all_engines_get_the_staged_weights(tmp_path):
     assert report.pause_seconds == 0.25
     assert scene.published == [1]
     assert set(scene.world.held.values()) == {(1, 5)}
-    assert scene.ranks.groups == set()
-    assert {"prepare", "transfer", "commit", "stage", "publish"} == report.seconds.keys()
+    assert len(scene.ranks.groups) == 3
+    assert {"prepare", "checksums", "transfer", "commit", "stage", "publish"} == report.seconds.keys()
 
 
 @pytest.mark.parametrize("call", ["prepare", "transfer", "commit"])
@@ -75,7 +75,7 @@ async def test_one_broken_engine_does_not_stop_the_others(tmp_path, call):
     assert report.failed == {"n-1": "Engine n-1: it is gone."}
     assert scene.published == [1]
     assert [engine for engine, _ in scene.rollout.aborted] == ["n-1"]
-    assert scene.ranks.groups == set()
+    assert len(scene.ranks.groups) == 2, "the broken one was left"
 
 
 async def test_engines_that_share_a_group_share_its_fate(tmp_path):
@@ -84,6 +84,90 @@ async def test_engines_that_share_a_group_share_its_fate(tmp_path):
     report = await scene.push(1)
     assert sorted(report.committed) == ["n-2", "n-3"]
     assert "its weight group broke" in report.failed["n-1"]
+
+
+async def test_groups_outlive_updates(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    assert (await scene.push(1)).new_group_count == 2
+    assert (await scene.push(2)).new_group_count == 0
+    assert scene.ranks.joined == ["r-7000001-0", "r-7000001-1"]
+    assert scene.rollout.groups[2:] == scene.rollout.groups[:2], "Prepare names the same groups"
+    assert set(scene.world.held.values()) == {(2, 0)}
+
+
+async def test_a_restarted_engine_gets_a_new_group_and_the_others_keep_theirs(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    await scene.push(1)
+    scene.world.engines["n-1"] = replace(scene.world.engines["n-1"], incarnation="i2", state=EngineState.STALE)
+    report = await scene.push(2)
+    assert sorted(report.committed) == ["n-0", "n-1"]
+    assert scene.ranks.joined[2:] == ["r-7000002-0"]
+    assert scene.ranks.groups == {"r-7000001-0", "r-7000002-0"}, "the dead process's group was left"
+
+
+async def test_the_group_of_an_engine_that_is_gone_is_left(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    await scene.push(1)
+    del scene.world.engines["n-1"]
+    await scene.push(2)
+    assert scene.ranks.groups == {"r-7000001-0"}
+
+
+@pytest.mark.parametrize("call", ["prepare", "transfer", "commit"])
+async def test_a_failure_ends_a_group_that_stood(tmp_path, call):
+    scene = Scene(tmp_path, engines=2)
+    await scene.push(1)
+    scene.fail(call, "n-1")
+    await scene.push(2)
+    assert scene.ranks.groups == {"r-7000001-0"}
+    scene.world.faults.clear()
+    report = await scene.push(3)
+    assert sorted(report.committed) == ["n-0", "n-1"]
+    assert scene.ranks.joined[2:] == ["r-7000003-0"], "the old name is not used again"
+
+
+async def test_a_late_member_of_a_shared_group_leaves_it(tmp_path):
+    scene = Scene(tmp_path, engines=2, group_size=2)
+    await scene.push(1)
+    scene.world.engines["n-1"] = replace(scene.world.engines["n-1"], state=EngineState.STALE, weight_version=0)
+    report = await scene.fleet.catch_up()
+    assert report.committed == ["n-1"]
+    assert scene.ranks.groups == {"r-7000002-0"}, "an engine is in one group"
+    report = await scene.push(2)
+    assert sorted(report.committed) == ["n-0", "n-1"]
+    assert scene.ranks.groups == {"r-7000002-0", "r-7000003-0"}
+
+
+async def test_our_end_of_a_broken_transfer_is_not_waited_for(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    scene.fail("transfer", "n-0")
+    scene.ranks.die_in["FinishBucket"] = RanksFailed(0, "nobody may wait for a dead engine", answered=True)
+    with pytest.raises(ServiceError, match="it is gone"):
+        await scene.push(1)
+
+
+async def test_a_slow_group_delays_no_other_one(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    await scene.push(1)
+    transfer, hanging = scene.rollout.transfer, asyncio.Event()
+
+    async def slow(engine, request, timeout):
+        if engine.engine_id == "n-0":
+            await hanging.wait()
+            scene.fail("transfer", "n-0", "it was silent")
+        return await transfer(engine, request, timeout)
+
+    scene.rollout.transfer = slow
+    pushing = asyncio.create_task(scene.push(2))
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if scene.world.held["n-1"][0] == 2:
+            break
+    assert scene.world.held["n-1"][0] == 2, "it serves while the other hangs"
+    assert not pushing.done()
+    hanging.set()
+    report = await pushing
+    assert (report.committed, list(report.failed)) == (["n-1"], ["n-0"])
 
 
 async def test_epochs_grow_over_updates_and_sessions(tmp_path):

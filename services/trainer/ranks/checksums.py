@@ -1,0 +1,131 @@
+"""Checksums of weights as bytes, on whatever device the bytes are. Knows nothing of models, groups or engines.
+
+Two algorithms, each 16 hex digits. "sha256-64" is the first 8 bytes of SHA-256. "sglang-tiled-64" is what SGLang's
+`/weights_checker` answers for tensors on a GPU: a sum over tiles of 8192 words, made for thousands of threads; it
+tells transmission errors, not forgeries. Definition, all arithmetic modulo 2^32 unless said otherwise:
+
+- The bytes, filled up with zeros to whole words of 4, are n little-endian words w[i].
+- mix(x): x ^= x>>16; x *= 0x85EBCA6B; x ^= x>>13; x *= 0xC2B2AE35; x ^= x>>16 (MurmurHash3's finaliser).
+- For j = 1, 2: k_j[i] = mix(w[i] ^ ((i·A_j + s_j) ^ rotl(i, r_j))).
+- A tile's h_j = mix(sum of its k_j ^ 4n); its value is h_1·2^32 + h_2.
+- The result is SplitMix64's finaliser of the sum of all tiles modulo 2^64, and 0 for no bytes.
+
+Invariant: beside the inputs at most some ten times `_CHUNK_WORDS` words are in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from services.trainer.core.commands import CHECKSUM_ALGORITHMS as ALGORITHMS
+
+_TILE_WORDS = 8192
+_CHUNK_WORDS = 16 * 2**20
+"""A multiple of the tile."""
+_SEED = 0x243F6A88
+_MASK_32 = 0xFFFFFFFF
+_LANES = (
+    (0x27D4EB2D, _SEED, 15),
+    (0x165667B1, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _MASK_32, 13),
+)
+"""(A, s, r) of the two halves."""
+
+
+def digest(parts: Sequence[torch.Tensor], padding_bytes: int, algorithm: str) -> str:
+    """16 hex digits of the bytes of `parts`, uint8 [any], one after the other, and `padding_bytes` zeros.
+
+    Raises:
+        ValueError: for another algorithm than those of `ALGORITHMS`.
+    """
+    if algorithm == "sha256-64":
+        return _sha256(parts, padding_bytes)
+    if algorithm == "sglang-tiled-64":
+        return f"{_tiled(parts, padding_bytes):016x}"
+    raise ValueError(f"checksum algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+
+
+def _sha256(parts: Sequence[torch.Tensor], padding_bytes: int) -> str:
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(memoryview(part.contiguous().cpu().numpy()))
+    state.update(bytes(padding_bytes))
+    return state.hexdigest()[:16]
+
+
+@torch.no_grad()
+def _tiled(parts: Sequence[torch.Tensor], padding_bytes: int) -> int:
+    byte_count = sum(part.numel() for part in parts) + padding_bytes
+    word_count = -(-byte_count // 4)
+    if not word_count:
+        return 0
+    total, first = None, 0
+    for words in _chunks(parts, padding_bytes):
+        part = _sum_of_tiles(words, first, 4 * word_count & _MASK_32)
+        total = part if total is None else total + part
+        first += words.numel()
+    return _finish_64(int(total) & (2**64 - 1))
+
+
+def _chunks(parts: Sequence[torch.Tensor], padding_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes and zeros as int32 words, at most `_CHUNK_WORDS` at a time, in memory of their own."""
+    size, room, pieces = 4 * _CHUNK_WORDS, 4 * _CHUNK_WORDS, []
+    device = parts[0].device if parts else torch.device("cpu")
+    zeros = padding_bytes + (-(sum(part.numel() for part in parts) + padding_bytes) % 4)
+    for part in (*parts, zeros):
+        left = part if isinstance(part, int) else part.numel()
+        at = 0
+        while left:
+            take = min(left, room)
+            blank = isinstance(part, int)
+            pieces.append(torch.zeros(take, dtype=torch.uint8, device=device) if blank else part[at : at + take])
+            at, left, room = at + take, left - take, room - take
+            if not room:
+                yield torch.cat(pieces).view(torch.int32)
+                pieces, room = [], size
+    if pieces:
+        yield torch.cat(pieces).view(torch.int32)
+
+
+def _sum_of_tiles(words: torch.Tensor, first: int, byte_count: int) -> torch.Tensor:
+    """Sum of the tiles' values modulo 2^64, as an int64 scalar. `words`, int32 [n], begin at position `first`."""
+    count = words.numel()
+    # int32 and int64 wrap around as unsigned numbers do.
+    position = torch.arange(first, first + count, dtype=torch.int64, device=words.device).to(torch.int32)
+    halves = []
+    for multiplier, addend, turn in _LANES:
+        mixed = (position * _signed(multiplier)).add_(_signed(addend))
+        mixed.bitwise_xor_((position << turn).bitwise_or_(_shifted(position, 32 - turn)))
+        mixed = _mix(mixed.bitwise_xor_(words))
+        if count % _TILE_WORDS:
+            mixed = torch.nn.functional.pad(mixed, (0, -count % _TILE_WORDS))
+        sums = mixed.view(-1, _TILE_WORDS).sum(1, dtype=torch.int64).to(torch.int32)
+        halves.append(_mix(sums.bitwise_xor_(_signed(byte_count))).to(torch.int64))
+    return ((halves[0] << 32) | (halves[1] & _MASK_32)).sum()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """In place, int32."""
+    x.bitwise_xor_(_shifted(x, 16)).mul_(_signed(0x85EBCA6B))
+    x.bitwise_xor_(_shifted(x, 13)).mul_(_signed(0xC2B2AE35))
+    return x.bitwise_xor_(_shifted(x, 16))
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits without the sign, int32."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int32 with the bits of an unsigned number."""
+    return value - 2**32 if value >= 2**31 else value
+
+
+def _finish_64(x: int) -> int:
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & (2**64 - 1)
+    return x ^ x >> 31
