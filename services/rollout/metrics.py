@@ -15,6 +15,8 @@ _COUNTERS = {
     "failed_group_count": "Groups given back or evicted.",
     "unscored_sample_count": "Samples without a reward.",
     "lost_lease_count": "Leases lost before their group was put.",
+    "retried_request_count": "Requests sent again after the router gave them up.",
+    "continued_sample_count": "Samples taken up again after an engine ended them half way.",
     "generated_token_count": "Response tokens generated.",
     "idle_seconds": "Seconds with no prompt to work on.",
     "generate_seconds": "Seconds of generation, summed over samples.",

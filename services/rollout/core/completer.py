@@ -36,7 +36,7 @@ class Completer:
     Args:
         fleet: engines and router.
         tokenizer: decodes completions that were made in several pieces.
-        counters: generated tokens are added here.
+        counters: generated tokens, retries and continuations are added here.
         max_context_length: further bound on prompt plus completion; None leaves the engines' own.
     """
 
@@ -97,6 +97,7 @@ class Completer:
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
             await self.fleet.wait_serving(deadline - time.monotonic())
+            self.counters.retried_request_count += 1
             # An engine may have kept the id of the request whose connection broke.
             request = replace(request, request_id=uuid.uuid4().hex)
 
@@ -107,6 +108,7 @@ class Completer:
             made = len(piece.output_ids)
             if made >= budget:
                 return replace(piece, finish_reason="length")
+            self.counters.continued_sample_count += 1
             await asyncio.sleep(_RETRY_SECONDS[0])
             rest = replace(
                 request,

@@ -19,6 +19,10 @@ class Counters:
     failed_group_count: int = 0
     unscored_sample_count: int = 0
     lost_lease_count: int = 0
+    retried_request_count: int = 0
+    """Requests sent again after the router gave them up."""
+    continued_sample_count: int = 0
+    """Samples taken up again from the tokens they had when an engine ended them half way."""
     pause_seconds: float = 0.0
     """Over engines and weight updates."""
     update_count: int = 0
