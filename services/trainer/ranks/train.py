@@ -89,13 +89,14 @@ class StepTrainer:
     ) -> dict[str, float]:
         """Makes every optimizer step of the plan with this rank's samples; returns metrics equal on all ranks."""
         rank = parallel_state.get_data_parallel_rank()
-        packs = [
-            [
-                make_pack([samples[i] for i in ids], advantages, self._packing, self._device)
-                for ids in step.micro_batches[rank]
+        with timer.part("pack"):
+            packs = [
+                [
+                    make_pack([samples[i] for i in ids], advantages, self._packing, self._device)
+                    for ids in step.micro_batches[rank]
+                ]
+                for step in plan.optimizer_steps
             ]
-            for step in plan.optimizer_steps
-        ]
         work = self._compare(packs, timer)
         statistics, norms, rates = [], [], []
         for step in work:
@@ -105,7 +106,8 @@ class StepTrainer:
                 statistics.append(self._forward_backward(step))
             with timer.part("optimizer"):
                 norms.append(self._policy.update())
-        metrics = self._reduce(statistics)
+        with timer.part("metrics"):  # waits for what the device has not finished
+            metrics = self._reduce(statistics)
         metrics |= {
             "grad_norm": sum(norms) / len(norms),
             "lr": rates[-1],
