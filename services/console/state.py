@@ -17,12 +17,13 @@ DEFAULT_STATE_DIR = ".tetrarch"
 
 @dataclass(frozen=True)
 class Running:
-    """A live supervisor. `command`: "up" or "train"; `addresses`: host:port by tier."""
+    """A live supervisor. `command`: "up" or "train"; `addresses`: host:port by tier; `gpus`: ids by tier."""
 
     pid: int
     command: str
     addresses: dict[str, str] = field(default_factory=dict)
     run_id: str = ""
+    gpus: dict[str, list[str]] = field(default_factory=dict)
 
 
 class StateDir:

@@ -12,6 +12,7 @@ from services.common.process import free_port, port_in_use
 from services.common.settings import SettingsError
 from services.console.adapters.health import serving
 from services.console.adapters.valkey import ping, valkey_arguments
+from services.console.core.placement import NO_GPUS, Placement
 from services.console.supervisor import Tier
 
 HOST = "127.0.0.1"
@@ -54,7 +55,12 @@ class Ports:
 
 
 def _service(
-    name: str, full_name: str, address: str, settings: Mapping[str, object], stop_seconds: float = 10.0
+    name: str,
+    full_name: str,
+    address: str,
+    settings: Mapping[str, object],
+    stop_seconds: float = 10.0,
+    env: Mapping[str, str] | None = None,
 ) -> Tier:
     """A tier that is one of our services."""
     host, _, port = address.rpartition(":")
@@ -64,7 +70,7 @@ def _service(
         name,
         (sys.executable, "-m", f"services.{name}", *arguments),
         lambda: serving(address, full_name),
-        env={"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()},
+        env={"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **(env or {})},
         stop_seconds=stop_seconds,
     )
 
@@ -84,6 +90,7 @@ class Layout:
     """Where the tiers of one machine live.
 
     `resume`: a trainer that starts takes up the newest active run. `reward`: host:port of a reward service elsewhere.
+    `placement`: which GPUs the trainer and the rollout node see.
     """
 
     ports: Ports
@@ -91,6 +98,7 @@ class Layout:
     log_dir: Path
     resume: bool
     reward: str | None = None
+    placement: Placement = NO_GPUS
 
 
 def embedded_tiers(layout: Layout, names: Collection[str] = ALL) -> list[list[Tier]]:
@@ -119,6 +127,7 @@ def embedded_tiers(layout: Layout, names: Collection[str] = ALL) -> list[list[Ti
             "log_dir": layout.log_dir,
         },
         stop_seconds=30.0,
+        env=layout.placement.env("rollout", os.environ),
     )
     trainer = _service(
         "trainer",
@@ -126,6 +135,7 @@ def embedded_tiers(layout: Layout, names: Collection[str] = ALL) -> list[list[Ti
         at["trainer"],
         {"buffer_address": at["buffer"], "resume_active": str(layout.resume).lower()},
         stop_seconds=75.0,  # the step in progress and its checkpoint
+        env=layout.placement.env("trainer", os.environ),
     )
     stages = [[store], [buffer, reward], [rollout, trainer]]
     return [kept for stage in stages if (kept := [tier for tier in stage if tier.name in names])]

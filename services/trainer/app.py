@@ -10,6 +10,7 @@ from pathlib import Path
 from tetrarch.trainer.v1 import trainer_service_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.devices import resolve_device
 from services.common.errors import ServiceError
 from services.common.run_spec import RunSpec
 from services.common.server import GrpcServer
@@ -121,13 +122,6 @@ class App:
                 continue
             log.info("resumed" if progress else "no active run to resume", run_id=progress.run_id if progress else "")
             return
-
-
-def resolve_device(setting: str) -> str:
-    """ "cpu" or "cuda" for a run's device setting; "auto" takes CUDA when the host has an NVIDIA device."""
-    if setting != "auto":
-        return setting
-    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
 
 
 def _repeat(rank: int, line: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -28,9 +31,38 @@ TrainerOption = Annotated[
 ]
 RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run; the newest when not given.")]
 _STATE = Path(DEFAULT_STATE_DIR)
+_GPU_DEFAULT = "By default what the run needs, or half of them each."
+
+
+def _deals_gpus(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds --trainer-gpus and --rollout-gpus to a command, which gets both as `wish`."""
+    signature = inspect.signature(command, eval_str=True)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != "wish"]
+    helps = {"trainer": "GPUs of the trainer, as 0,1.", "rollout": "GPUs of the engines, as 2,3."}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = [
+        inspect.Parameter(
+            f"{tier}_gpus",
+            kind,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(metavar="IDS", help=f"{text} {_GPU_DEFAULT}")],
+        )
+        for tier, text in helps.items()
+    ]
+
+    @functools.wraps(command)
+    def with_gpus(*, trainer_gpus: str | None, rollout_gpus: str | None, **options: Any) -> None:
+        from services.console.core.placement import Wish
+
+        command(**options, wish=Wish(trainer_gpus, rollout_gpus))
+
+    with_gpus.__signature__ = signature.replace(parameters=[*kept, *added])
+    with_gpus.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *added]}
+    return with_gpus
 
 
 @app.command()
+@_deals_gpus
 def up(
     state_dir: StateOption = _STATE,
     store_port: Annotated[int, typer.Option(min=1, max=65535)] = 50050,
@@ -38,6 +70,7 @@ def up(
     trainer_port: Annotated[int, typer.Option(min=1, max=65535)] = 50052,
     rollout_port: Annotated[int, typer.Option(min=1, max=65535)] = 50053,
     reward_port: Annotated[int, typer.Option(min=1, max=65535)] = 50054,
+    wish: Any = None,
 ) -> None:
     """Start every tier on this machine, in the foreground, under one supervisor."""
     from services.console.cli.up import up as run_up
@@ -45,7 +78,7 @@ def up(
     from services.console.tiers import Ports
 
     ports = Ports(store_port, buffer_port, trainer_port, rollout_port, reward_port)
-    _end(run_up(StateDir(state_dir), ports, _console()))
+    _end(run_up(StateDir(state_dir), ports, wish, _console()))
 
 
 @app.command()
@@ -58,6 +91,7 @@ def down(state_dir: StateOption = _STATE) -> None:
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
+@_deals_gpus
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -72,6 +106,7 @@ def train(
         typer.Option("--plain/--live", help="One line per step, or a live panel; by default as the terminal allows."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Validate and print the run, start nothing.")] = False,
+    wish: Any = None,
 ) -> None:
     """Train: check the run, start what is needed, show progress. The same command again resumes.
 
@@ -83,7 +118,8 @@ def train(
     from services.console.cli.train import TrainOptions
     from services.console.cli.train import train as run_train
 
-    _end(run_train(arguments or [], TrainOptions(state_dir, plain, check), _console()))
+    options = TrainOptions(state_dir, plain, check, wish)
+    _end(run_train(arguments or [], options, _console()))
 
 
 @app.command()

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.common.devices import visible_gpus
 from services.common.run_spec import RunSpec, ServiceAddresses
 from services.common.settings import SettingsError
 from services.console.adapters.health import answers, serving
+from services.console.core.placement import NO_GPUS, Placement, Wish, check_fit, deal, gpus_needed
 from services.console.state import Running, StateDir
 from services.console.supervisor import Supervisor
 from services.console.tiers import ALL, Layout, Ports, embedded_tiers
@@ -65,14 +67,17 @@ async def check_addresses(services: ServiceAddresses) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def services_for_run(
-    spec: RunSpec, state: StateDir, console: Console, prepare: Callable[[str, bool], Awaitable[None]]
+    spec: RunSpec, state: StateDir, console: Console, prepare: Callable[[str, bool], Awaitable[None]], wish: Wish
 ) -> AsyncIterator[Place]:
     """Services for a training run; starts every tier when none run. Raises SettingsError, TierFailed.
+
+    `wish`: which GPUs the tiers get that are started here.
 
     `prepare` is called with the buffer's address, and whether this process owns it, before anything that costs time
     starts: a run that the buffer refuses starts no engine.
     """
     addresses = await check_addresses(spec.services)
+    placement = placement_for(spec, state, wish)
     if "buffer" in addresses:
         await prepare(addresses["buffer"], False)
         yield Place(addresses)
@@ -93,9 +98,41 @@ async def services_for_run(
         raise SettingsError(_busy(running, state))
     log_dir = Path(spec.directory) / "logs"
     tiers = [tier for tier in ALL if not (reward and tier == "reward")]
-    async with started(state, tiers, log_dir, console, prepare, reward=reward) as place:
-        state.write(Running(os.getpid(), "train", place.addresses, spec.run_id))
+    if placement:
+        console.print(f"[bright_black]{placement}[/]")
+    own = Own(log_dir, tiers, reward, placement)
+    async with started(state, own, console, prepare) as place:
+        state.write(Running(os.getpid(), "train", place.addresses, spec.run_id, placement.by_tier))
         yield place
+
+
+def placement_for(spec: RunSpec, state: StateDir, wish: Wish) -> Placement:
+    """The GPUs that a run's tiers have, or get when they are started here. Raises SettingsError when it does not fit.
+
+    Empty for a run on the CPU, and for tiers elsewhere, of which nothing is known here.
+    """
+    if spec.services.buffer:
+        if wish:
+            raise SettingsError(
+                "--trainer-gpus and --rollout-gpus do not apply to services that run elsewhere (services.buffer); they"
+                " use the GPUs that they were started with."
+            )
+        return NO_GPUS
+    running = state.running()
+    if running and running.command == "up":
+        if wish:
+            raise SettingsError(
+                f"--trainer-gpus and --rollout-gpus do not apply: `tetrarch up` (pid {running.pid}) has dealt out the"
+                " GPUs; give them to `tetrarch up`, or use another --state-dir."
+            )
+        placement = Placement.of(running.gpus)
+    elif spec.rollout.device == "cpu":
+        return NO_GPUS
+    else:
+        placement = deal(visible_gpus(), wish, gpus_needed(spec))
+    if spec.rollout.device == "cuda" or (spec.rollout.device == "auto" and placement):
+        check_fit(spec, placement)
+    return placement
 
 
 @contextlib.asynccontextmanager
@@ -120,21 +157,25 @@ async def services_to_read(
             f"Nothing runs here and there is no earlier run in {state.path}; start one with `tetrarch train`, or name"
             " the services with --buffer and --trainer, or another directory with --state-dir."
         )
-    async with started(state, tiers, state.log_dir, console) as place:
+    async with started(state, Own(state.log_dir, tiers), console) as place:
         yield place
+
+
+@dataclass(frozen=True)
+class Own:
+    """Tiers of this process's own. `reward`: a reward service elsewhere, for the rollout node."""
+
+    log_dir: Path
+    tiers: Collection[str]
+    reward: str | None = None
+    placement: Placement = NO_GPUS
 
 
 @contextlib.asynccontextmanager
 async def started(
-    state: StateDir,
-    tiers: Collection[str],
-    log_dir: Path,
-    console: Console,
-    prepare: Callable[[str, bool], Awaitable[None]] | None = None,
-    *,
-    reward: str | None = None,
+    state: StateDir, own: Own, console: Console, prepare: Callable[[str, bool], Awaitable[None]] | None = None
 ) -> AsyncIterator[Place]:
-    """Tiers of this process's own, stopped at the end. `reward`: a reward service elsewhere, for the rollout node."""
+    """Starts tiers, and stops them at the end. Raises SettingsError, TierFailed."""
     ports = Ports.free()
 
     async def on_stage(index: int) -> None:
@@ -143,15 +184,16 @@ async def started(
 
     if not state.acquire():
         raise SettingsError(f"{state.path} is in use by another `tetrarch`; wait for it, or give another --state-dir.")
+    layout = Layout(ports, state.store_dir, own.log_dir, False, own.reward, own.placement)
     supervisor = Supervisor(
-        embedded_tiers(Layout(ports, state.store_dir, log_dir, resume=False, reward=reward), tiers),
-        log_dir,
+        embedded_tiers(layout, own.tiers),
+        own.log_dir,
         on_note=lambda text: console.print(f"[yellow]{text}[/]"),
     )
     try:
-        with console.status(f"starting {', '.join(tiers)}"):
+        with console.status(f"starting {', '.join(own.tiers)}"):
             await supervisor.start(on_stage)
-        yield Place({name: address for name, address in ports.addresses.items() if name in tiers}, supervisor)
+        yield Place({name: address for name, address in ports.addresses.items() if name in own.tiers}, supervisor)
     finally:
         try:
             await supervisor.stop()

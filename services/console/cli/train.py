@@ -17,11 +17,12 @@ from services.common.run_spec import RunSpec
 from services.common.settings import SettingsError
 from services.console.adapters.clients import Clients
 from services.console.adapters.engine_arguments import check_engine_arguments
-from services.console.cli.places import Place, services_for_run
+from services.console.cli.places import Place, placement_for, services_for_run
 from services.console.cli.summary import show_summary
 from services.console.cli.watch import Interrupted, Watcher
 from services.console.core.flags import parse_flags
 from services.console.core.history import load_history
+from services.console.core.placement import NO_WISH, Wish
 from services.console.core.resolve import resolve
 from services.console.core.show_spec import compact, to_yaml
 from services.console.core.validate import validate
@@ -33,11 +34,12 @@ SUCCESS, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What is not a key of the run. `plain`: None decides by the terminal."""
+    """What is not a key of the run. `plain`: None decides by the terminal; `wish`: GPUs of the tiers started here."""
 
     state_dir: Path
     plain: bool | None = None
     check: bool = False
+    wish: Wish = NO_WISH
 
 
 def train(tokens: Sequence[str], options: TrainOptions, console: Console) -> int:
@@ -51,6 +53,7 @@ def train(tokens: Sequence[str], options: TrainOptions, console: Console) -> int
     if _local(spec):
         validate(spec)
         check_engine_arguments(spec.rollout)
+    placement_for(spec, StateDir(options.state_dir), options.wish)
     show_spec(spec, console)
     if options.check:
         console.print("The run is valid; nothing was started.")
@@ -92,7 +95,7 @@ async def _train(spec: RunSpec, tokens: Sequence[str], options: TrainOptions, co
             if own:
                 await _set_others_aside(clients, spec.run_id, console)
 
-    services = services_for_run(spec, StateDir(options.state_dir), console, prepare)
+    services = services_for_run(spec, StateDir(options.state_dir), console, prepare, options.wish)
     try:
         async with services as place, Clients(place.addresses["buffer"], place.addresses["trainer"]) as clients:
             _store(spec)

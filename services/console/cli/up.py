@@ -10,7 +10,9 @@ import time
 from rich.console import Console
 from rich.text import Text
 
+from services.common.devices import visible_gpus
 from services.common.settings import SettingsError
+from services.console.core.placement import SHARING, Wish, deal
 from services.console.state import Running, StateDir
 from services.console.supervisor import Supervisor
 from services.console.tiers import ALL, Layout, Ports, embedded_tiers
@@ -19,7 +21,7 @@ _COLORS = {"store": "bright_black", "buffer": "cyan", "reward": "magenta", "roll
 _WIDTH = max(map(len, ALL))
 
 
-def up(state: StateDir, ports: Ports, console: Console) -> int:
+def up(state: StateDir, ports: Ports, wish: Wish, console: Console) -> int:
     """Runs until it is stopped; returns the exit code. Raises SettingsError, TierFailed."""
     if running := state.running():
         raise SettingsError(
@@ -30,12 +32,14 @@ def up(state: StateDir, ports: Ports, console: Console) -> int:
         raise SettingsError(f"{state.path} is in use by another `tetrarch`; wait for it, or give another --state-dir.")
     try:
         ports.check()
-        return asyncio.run(_run(state, ports, console))
+        placement = deal(visible_gpus(), wish)
+        layout = Layout(ports, state.store_dir, state.log_dir, resume=True, placement=placement)
+        return asyncio.run(_run(state, layout, console))
     finally:
         state.release()
 
 
-async def _run(state: StateDir, ports: Ports, console: Console) -> int:
+async def _run(state: StateDir, layout: Layout, console: Console) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -47,8 +51,8 @@ async def _run(state: StateDir, ports: Ports, console: Console) -> int:
     def note(text: str) -> None:
         console.print(Text(f"{'up':<{_WIDTH}} │ {text}", style="bold"), soft_wrap=True)
 
-    stages = embedded_tiers(Layout(ports, state.store_dir, state.log_dir, resume=True))
-    supervisor = Supervisor(stages, state.log_dir, on_line=show, on_note=note)
+    addresses, placement = layout.ports.addresses, layout.placement
+    supervisor = Supervisor(embedded_tiers(layout), state.log_dir, on_line=show, on_note=note)
 
     def interrupt() -> None:
         if stop.is_set():
@@ -65,9 +69,11 @@ async def _run(state: StateDir, ports: Ports, console: Console) -> int:
         if not starting.done():
             return 0
         starting.result()
-        state.write(Running(os.getpid(), "up", ports.addresses))
-        places = "  ".join(f"{name} {address}" for name, address in ports.addresses.items())
+        state.write(Running(os.getpid(), "up", addresses, gpus=placement.by_tier))
+        places = "  ".join(f"{name} {address}" for name, address in addresses.items())
         note(f"ready after {time.monotonic() - began:.1f} s: {places}")
+        if placement:
+            note(f"{placement}" + (f"; {SHARING}" if placement.shared else ""))
         note("start a run with `tetrarch train run.yaml` in another terminal; Ctrl-C stops every tier")
         failing = asyncio.create_task(supervisor.wait_failed())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)

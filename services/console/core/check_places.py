@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from services.common.devices import VISIBLE, visible_gpus
 from services.common.run_spec import RunSpec
 from services.common.settings import SettingsError
-
-_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""Device files of a CUDA driver, on Linux and in WSL."""
 
 
 def check_places(spec: RunSpec) -> None:
@@ -18,8 +16,10 @@ def check_places(spec: RunSpec) -> None:
     check_writable(spec.directory, "run_dir")
     if spec.trainer.save:
         check_writable(spec.trainer.save, "save")
-    if spec.rollout.device == "cuda" and not any(map(os.path.exists, _GPU_FILES)):
-        raise SettingsError("device is 'cuda' but this machine has no CUDA device; use cpu, or auto.")
+    if spec.rollout.device == "cuda" and not visible_gpus():
+        raise SettingsError(
+            f"device is 'cuda' but this machine has no CUDA device ({VISIBLE} counts when set); use cpu, or auto."
+        )
 
 
 def check_writable(path: str, key: str) -> None:
