@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common import devices
 from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
 from services.rollout.adapters.checkpoint import installed_version, model_config
@@ -142,17 +143,15 @@ class SGLangFactory:
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda"; "auto" is CUDA where the NVIDIA driver shows a device."""
-    if device == "auto":
-        return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
-    if device not in ("cpu", "cuda"):
+    """ "cpu" or "cuda"; "auto" is CUDA where a GPU is visible."""
+    if device not in ("auto", "cpu", "cuda"):
         raise ServiceError(
             Code.INVALID_ARGUMENT,
             "INVALID_FIELD",
             f"rollout.device is {device!r}: use auto, cpu or cuda.",
             device=device,
         )
-    return device
+    return devices.resolve_device(device)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
