@@ -28,12 +28,12 @@ class _VocabularySoftmax(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         inside = (targets >= start) & (targets < start + logits.size(-1))
         column = torch.where(inside, targets - start, 0)[:, None]
-        largest = logits.amax(-1).float().div_(temperature)
+        largest = logits.amax(-1).float() / temperature
         if group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         sums = torch.empty(3, len(logits), device=logits.device)
         for rows in _chunks(logits):
-            x = _scaled(logits[rows], temperature).sub_(largest[rows, None])
+            x = _below(logits[rows], largest[rows], temperature)
             sums[2, rows] = torch.where(inside[rows], x.gather(-1, column[rows])[:, 0], 0.0)
             exponential = x.exp()
             sums[0, rows] = exponential.sum(-1)
@@ -44,26 +44,24 @@ class _VocabularySoftmax(torch.autograd.Function):
         log_total = total.log()
         entropy = log_total - weighted / total
         ctx.temperature = temperature
-        ctx.save_for_backward(logits, largest, log_total, entropy, inside, column)
+        ctx.save_for_backward(logits, largest + log_total, entropy, inside, column)
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, largest, log_total, entropy, inside, column = ctx.saved_tensors
-        if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(entropy)
-        onto_target = torch.where(inside, grad_log_probs, 0.0)[:, None]
+        logits, normaliser, entropy, inside, column = ctx.saved_tensors
+        inner = 1 / ctx.temperature
+        pull = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs * inner
+        onto_target = torch.where(inside, pull, 0.0)[:, None]
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
-            x = _scaled(logits[rows], ctx.temperature).sub_(largest[rows, None]).sub_(log_total[rows, None])
-            probs = x.exp()
+            x = _below(logits[rows], normaliser[rows], ctx.temperature)
             if grad_entropy is None:
-                chunk = probs.mul_(-grad_log_probs[rows, None])
+                chunk = x.exp_().mul_(-pull[rows, None])
             else:
-                pull = x.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad_log_probs[rows, None])
-                chunk = probs.mul_(pull).neg_()
-            chunk.scatter_add_(-1, column[rows], onto_target[rows])
-            grad[rows] = chunk if ctx.temperature == 1.0 else chunk.div_(ctx.temperature)
+                probs, spread = x.exp(), grad_entropy[rows, None] * inner
+                chunk = x.add_(entropy[rows, None]).mul_(spread).add_(pull[rows, None]).mul_(probs).neg_()
+            grad[rows] = chunk.scatter_add_(-1, column[rows], onto_target[rows])
         return grad, None, None, None, None
 
 
@@ -73,9 +71,9 @@ def _chunks(logits: torch.Tensor) -> Iterator[slice]:
         yield slice(first, first + step)
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    x = logits.to(torch.float32, copy=True)
-    return x if temperature == 1.0 else x.div_(temperature)
+def _below(logits: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / temperature − rows, float32, in one pass."""
+    return torch.add(-rows[:, None], logits, alpha=1 / temperature)
 
 
 def log_probs_and_entropy(
