@@ -117,9 +117,9 @@ class WeightUpdater:
         self._rank_lock = asyncio.Lock()
 
     @property
-    def staged(self) -> bool:
-        """True once weights were staged."""
-        return self._plan is not None
+    def plan(self) -> BucketPlan | None:
+        """What the staged weights travel in; None before the first `stage`."""
+        return self._plan
 
     async def stage(self) -> float:
         """Makes the ranks' present weights the ones that `push` sends; returns the seconds it took."""

@@ -83,6 +83,40 @@ async def test_a_commit_can_be_repeated(client):
     assert first.verified_tensor_count == len(update.rules) > 0
 
 
+async def test_a_group_outlives_updates_until_one_fails(client):
+    engine = await first_engine(client)
+    first = new_update(client, engine, 1)
+    await first.prepare()
+    await first.send()
+    await first.commit(keep=True)
+    (engine,) = await client.engines(READY)
+    second = new_update(client, engine, 2, group=first.rank)
+    await second.prepare()  # both sides are in the group: nobody meets anybody
+    await second.send()
+    await second.commit(keep=True)
+    assert (await client.engines(READY))[0].weight_version == 2
+    third = new_update(client, engine, 3, group=first.rank)
+    await third.prepare()
+    await third.tell_abort()
+    again = new_update(client, engine, 3, group=first.rank)
+    assert "GROUP_LEFT" in await refused(client.weights.PrepareUpdate(again.prepare_request(), timeout=20))
+    first.rank.leave()
+    await push(client, engine, 3)
+    assert (await client.engines(READY))[0].weight_version == 3
+
+
+async def test_an_engine_leaves_a_dead_trainers_group(client):
+    engine = await first_engine(client)
+    dead = new_update(client, engine, 1)
+    await dead.prepare()
+    await dead.send()
+    await dead.commit()  # its end is closed, which the engine is not told
+    (engine,) = await client.engines(READY)
+    await push(client, engine, 2)
+    (after,) = await client.engines(READY)
+    assert (after.weight_version, after.incarnation) == (2, engine.incarnation)
+
+
 async def test_every_token_knows_its_version_when_weights_change_in_mid_answer(client):
     engine = await first_engine(client, max_staleness=1)
     await push(client, engine, 1)
@@ -150,7 +184,7 @@ async def test_an_abort_after_a_bucket_leaves_the_engine_stale(client):
 
 
 async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update(client):
-    engine = await first_engine(client, update_timeout=1.5)
+    engine = await first_engine(client, update_timeout=8.0)
     await push(client, engine, 1)
     silent = new_update(client, engine, 2)
     await silent.prepare()
@@ -159,7 +193,7 @@ async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update
     silent.rank.leave()
     await newer.send(only=0)
     assert await state_of(client) == UPDATING
-    engine = (await client.engines(STALE, 2, seconds=10))[0]  # nothing more came
+    engine = (await client.engines(STALE, 2, seconds=30))[0]  # nothing more came
     newer.rank.leave()
     await push(client, engine, 3)
     assert await served(client)

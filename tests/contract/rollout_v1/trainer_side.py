@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tetrarch.common.v1 import tensor_pb2
 from tetrarch.rollout.v1 import weight_service_pb2 as pb2
 
-from tests.support.engine import TrainerSide, tensor_bytes
+from tests.support.weight_group import TrainerSide, tensor_bytes
 
 
 @dataclass
@@ -23,11 +23,12 @@ class Update:
     epoch: int
     version: int
     tensors: dict[str, torch.Tensor]
-    rank: TrainerSide = field(init=False)
+    group: TrainerSide | None = None
+    """A group that stands; a new one when not given."""
     rules: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rank = TrainerSide(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
+        self.rank = self.group or TrainerSide(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
 
     def prepare_request(self, **changes) -> pb2.PrepareUpdateRequest:
         values = {
@@ -48,10 +49,9 @@ class Update:
         return pb2.PrepareUpdateRequest(**(values | changes))
 
     async def prepare(self) -> None:
-        answer, _ = await asyncio.gather(
-            self.client.weights.PrepareUpdate(self.prepare_request(), timeout=40),
-            asyncio.to_thread(self.rank.join, 40.0),
-        )
+        asking = self.client.weights.PrepareUpdate(self.prepare_request(), timeout=40)
+        joining = [] if self.group else [asyncio.to_thread(self.rank.join, 40.0)]
+        answer, *_ = await asyncio.gather(asking, *joining)
         assert answer.checksum_algorithm == "sha256-64"
         self.rules = list(answer.checksum_rules)
 
@@ -89,15 +89,21 @@ class Update:
             checksums=[pb2.TensorChecksum(engine_name=name, checksum=value) for name, value in sums.items()],
         )
 
-    async def commit(self, **changes) -> pb2.CommitUpdateResponse:
+    async def commit(self, *, keep: bool = False, **changes) -> pb2.CommitUpdateResponse:
+        """`keep`: stay in the group."""
         try:
             return await self.client.weights.CommitUpdate(self.commit_request(**changes), timeout=20)
         finally:
-            self.rank.leave()
+            if not keep:
+                self.rank.leave()
 
-    async def abort(self) -> None:
+    async def tell_abort(self) -> None:
+        """The engine's side alone."""
         request = pb2.AbortUpdateRequest(engine_id=self.engine.engine_id, update_epoch=self.epoch, reason="test")
         await self.client.weights.AbortUpdate(request, timeout=20)
+
+    async def abort(self) -> None:
+        await self.tell_abort()
         self.rank.leave()
 
 
@@ -117,9 +123,9 @@ async def push(client, engine, version: int) -> pb2.CommitUpdateResponse:
     return await update.commit()
 
 
-def new_update(client, engine, version: int, *, epoch: int | None = None) -> Update:
+def new_update(client, engine, version: int, *, epoch: int | None = None, group: TrainerSide | None = None) -> Update:
     """An update of the checkpoint's tensors, moved a little by the version."""
     client.updates += 1
     tensors = load_file(client.world.checkpoint / "model.safetensors")
     tensors = {name: tensor + 0.001 * version for name, tensor in tensors.items()}
-    return Update(client, engine, epoch or client.session * 1_000_000 + client.updates, version, tensors)
+    return Update(client, engine, epoch or client.session * 1_000_000 + client.updates, version, tensors, group)
