@@ -1,4 +1,4 @@
-"""A bare client of one engine: as many requests at a time as it is told, straight to /generate, answers read and counted.
+"""A bare client of one engine: so many requests at a time, straight to /generate, answers read and counted.
 
 What a researcher would write to see how fast an engine is: no router, no lease, no scoring, nothing kept.
 """

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import random
 import statistics
 import time
 import uuid
@@ -25,12 +23,12 @@ from typing import Any
 from benchmarks.bare_client import Served, flush, saturate
 from benchmarks.checkpoints import endless_copy, random_model
 from benchmarks.report import Figure, finish, parser
+from benchmarks.run_files import bare_settings, write_prompts
 from benchmarks.serving import Collected, Serving, serving
 from benchmarks.workspace import BENCH_DIR
 from examples.first_run.__main__ import CONFIGS
 from services.common.records import SamplingParams
 from services.common.run_spec import RunSpec
-from services.common.settings import read_yaml
 from services.rollout.adapters.engine_http import generate_body
 from services.rollout.adapters.tokenizer import load_tokenizer
 from services.rollout.core.engine_port import GenerationRequest
@@ -81,18 +79,9 @@ def arguments() -> argparse.Namespace:
     return chosen
 
 
-def write_prompts(path: Path, count: int) -> list[str]:
-    """Prompts of one length, each different from the first character on."""
-    chance = random.Random(1)
-    texts = ["".join(f"{chance.randrange(1000):03}+{chance.randrange(1000):03}=" for _ in range(6)) for _ in range(count)]
-    path.write_text("".join(json.dumps({"input": text, "label": "0"}) + "\n" for text in texts))
-    return texts
-
-
 def make_spec(chosen: argparse.Namespace, directory: Path, model: Path, prompts: Path) -> RunSpec:
     """The run file's run, with this benchmark's sizes and prompts."""
-    file = read_yaml(chosen.run_file)
-    rollout = {key: value for key, value in file["rollout"].items() if not key.startswith(("eval_", "n_samples_per_ev"))}
+    rollout, trainer = bare_settings(chosen.run_file)
     batch = chosen.groups // (ROUNDS_MOST + 1)
     rollout |= {
         "hf_checkpoint": str(model),
@@ -107,12 +96,13 @@ def make_spec(chosen: argparse.Namespace, directory: Path, model: Path, prompts:
         "max_inflight": chosen.inflight,
         "rollout_num_gpus": 1,
     }
+    if "rollout_max_context_len" in rollout:
+        rollout["rollout_max_context_len"] = max(rollout["rollout_max_context_len"], chosen.tokens + 128)
     if chosen.engine == "simulated":
         running = 256
         each = chosen.engine_tokens_per_second / min(running, chosen.inflight * chosen.samples)
         lengths = {"mean_response_len": 1e6, "response_len_spread": 0.0}
         rollout["simulated"] = {"tokens_per_second": each, "max_running_requests": running, **lengths}
-    trainer = {key: value for key, value in file.get("trainer", {}).items() if not key.startswith(("save", "load"))}
     trainer |= {
         "save": str(directory / "checkpoints"),
         "global_batch_size": batch * chosen.samples,

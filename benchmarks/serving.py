@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import aiohttp
 import psutil
 from google.protobuf import duration_pb2
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tetrarch.buffer.v1 import buffer_service_pb2 as buffer_pb
 from tetrarch.buffer.v1 import run_pb2
 from tetrarch.buffer.v1.buffer_service_pb2_grpc import BufferServiceStub
@@ -27,9 +28,11 @@ from tetrarch.trainer.v1 import trainer_service_pb2 as trainer_pb
 from tetrarch.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 from services.common.channel import open_channel
+from services.common.devices import visible_gpus
 from services.common.process import free_port
 from services.common.run_spec import RunSpec
-from services.console.supervisor import Patience, Supervisor
+from services.console.core.placement import NO_WISH, deal
+from services.console.supervisor import Patience, Supervisor, Tier
 from services.console.tiers import Layout, Ports, embedded_tiers
 
 ROUND_SECONDS = 300.0
@@ -50,15 +53,14 @@ class Collected:
 class Serving:
     """See the module. Build it with `serving`."""
 
-    def __init__(self, spec: RunSpec, addresses: Mapping[str, str], supervisor: Supervisor) -> None:
+    def __init__(self, spec: RunSpec, tiers: Tiers) -> None:
         self.spec = spec
         self.round_groups = spec.rollout.rollout_batch_size * (spec.trainer.max_staleness + 1)
-        self._supervisor = supervisor
-        self._channels = {name: open_channel(addresses[name], name) for name in ("buffer", "rollout", "trainer")}
+        self._tiers = tiers
+        self._channels = {name: open_channel(tiers.addresses[name], name) for name in ("buffer", "rollout", "trainer")}
         self._buffer = BufferServiceStub(self._channels["buffer"])
         self._rollout = RolloutServiceStub(self._channels["rollout"])
         self._epoch = self._step = 0
-        self._metrics: dict[str, int] = {}
 
     async def node(self) -> engine_pb2.Node:
         """The rollout node now."""
@@ -77,7 +79,9 @@ class Serving:
             if run.state != run_pb2.RUN_STATE_ACTIVE:
                 raise SystemExit(f"The run ended before an engine held its weights: {run.reason}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"No engine held verified weights after {timeout:.0f} s: {(await self.node()).problem}")
+                raise SystemExit(
+                    f"No engine held verified weights after {timeout:.0f} s: {(await self.node()).problem}"
+                )
             await asyncio.sleep(_POLL)
         answer = await self._buffer.BeginSession(buffer_pb.BeginSessionRequest(run_id=run_id, caller="benchmark"))
         self._epoch, self._step = answer.trainer_epoch, answer.run.committed_step + 1
@@ -122,7 +126,7 @@ class Serving:
         engines = {engine.pid for engine in (await self.node()).engines}
         sums = {"this client": _cpu(psutil.Process())}
         for name in _PERSISTENT:
-            process = psutil.Process(self._supervisor.pid(name))
+            process = psutil.Process(self._tiers.supervisor.pid(name))
             sums[name] = _cpu(process)
             for child in process.children(recursive=True) if name == "rollout" else ():
                 with contextlib.suppress(psutil.Error):
@@ -134,15 +138,11 @@ class Serving:
     async def calls(self) -> dict[str, tuple[float, float]]:
         """(seconds, count) by method of every call that buffer and reward service have answered."""
         found: dict[str, list[float]] = {}
-        async with aiohttp.ClientSession() as session:
-            for port in self._metrics.values():
-                async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
-                    text = await answer.text()
-                for family in text_string_to_metric_families(text):
-                    for sample in family.samples if family.name == "tetrarch_rpc_seconds" else ():
-                        if sample.name.endswith(("_sum", "_count")):
-                            method = sample.labels["method"].rsplit("/", 1)[-1]
-                            found.setdefault(method, [0.0, 0.0])[sample.name.endswith("_count")] += sample.value
+        for name in ("buffer", "reward"):
+            for sample in await scrape(self._tiers.metrics[name]):
+                if sample.name in ("tetrarch_rpc_seconds_sum", "tetrarch_rpc_seconds_count"):
+                    method = sample.labels["method"].rsplit("/", 1)[-1]
+                    found.setdefault(method, [0.0, 0.0])[sample.name.endswith("_count")] += sample.value
         return {method: (seconds, count) for method, (seconds, count) in found.items()}
 
     async def close(self) -> None:
@@ -156,36 +156,56 @@ def _cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
+@dataclass(frozen=True)
+class Tiers:
+    """Running tiers: their supervisor, host:port by tier, Prometheus ports by tier."""
+
+    supervisor: Supervisor
+    addresses: Mapping[str, str]
+    metrics: Mapping[str, int]
+
+
+def layout_in(directory: Path) -> Layout:
+    """Tiers of this machine, with the GPUs it has dealt out to trainer and engines."""
+    placement = deal(visible_gpus(), NO_WISH)
+    return Layout(Ports.free(), directory / "store", directory / "logs", resume=False, placement=placement)
+
+
+@contextlib.asynccontextmanager
+async def started(layout: Layout, names: Sequence[str]) -> AsyncIterator[Tiers]:
+    """The named tiers, stopped at the end."""
+    metrics = {name: free_port() for name in names if name in ("buffer", "reward", "rollout")}
+
+    def with_metrics(tier: Tier) -> Tier:
+        flags = ("--set", f"metrics_port={metrics[tier.name]}") if tier.name in metrics else ()
+        return replace(tier, argv=(*tier.argv, *flags))
+
+    stages = [[with_metrics(tier) for tier in stage] for stage in embedded_tiers(layout, names)]
+    supervisor = Supervisor(stages, layout.log_dir, on_note=print, patience=Patience(start=180.0))
+    await supervisor.start()
+    try:
+        yield Tiers(supervisor, layout.ports.addresses, metrics)
+    finally:
+        await supervisor.stop()
+
+
+async def scrape(port: int) -> Iterator[Sample]:
+    """Every sample of a Prometheus endpoint."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = await answer.text()
+    return (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+
+
 @contextlib.asynccontextmanager
 async def serving(spec: RunSpec, start_seconds: float) -> AsyncIterator[Serving]:
     """Starts the tiers in the run's directory, brings the engines up, and stops everything at the end."""
-    directory = Path(spec.directory)
-    ports = Ports.free()
-    layout = Layout(ports, directory / "store", directory / "logs", resume=False)
-    metrics = {"buffer": free_port(), "reward": free_port()}
-    stages = [
-        [
-            replace(tier, argv=(*tier.argv, "--set", f"metrics_port={metrics[tier.name]}"))
-            if tier.name in metrics
-            else tier
-            for tier in stage
-        ]
-        for stage in embedded_tiers(layout, _PERSISTENT)
-    ]
-    patience = Patience(start=120.0)
-    tiers = Supervisor(stages, layout.log_dir, on_note=print, patience=patience)
-    trainer = Supervisor(embedded_tiers(layout, ("trainer",)), layout.log_dir, patience=patience)
-    await tiers.start()
-    try:
-        made = Serving(spec, ports.addresses, tiers)
-        made._metrics = metrics
-        try:
-            await trainer.start()
-            await made.begin(start_seconds)
-        finally:
-            trainer.hurry()
-            await trainer.stop()
+    layout = layout_in(Path(spec.directory))
+    async with started(layout, _PERSISTENT) as tiers:
+        made = Serving(spec, tiers)
+        async with started(layout, ("trainer",)) as trainer:
+            try:
+                await made.begin(start_seconds)
+            finally:
+                trainer.supervisor.hurry()
         yield made
         await made.close()
-    finally:
-        await tiers.stop()
