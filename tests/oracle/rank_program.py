@@ -278,6 +278,41 @@ def _stand_in_engine(ports: dict[str, int], sizes: list[int]) -> list[str]:
     return received
 
 
+def percentiles() -> tuple[float, float, float]:
+    """99th percentile of 0..999 dealt unevenly over the data-parallel ranks, median of the same, and of nothing."""
+    from megatron.core import parallel_state
+
+    from services.trainer.ranks.train import percentile
+
+    group = parallel_state.get_data_parallel_group()
+    values = torch.randperm(1000, generator=torch.Generator().manual_seed(7)).float()
+    own = values if group.size() == 1 else values.split([300, 700])[group.rank()]
+    return percentile(own, 0.99, group), percentile(own, 0.5, group), percentile(own[:0], 0.99, group)
+
+
+def half_precision(root: Path) -> dict:
+    """Training in bfloat16, interrupted and not; the optimizer's parameters beside the model's."""
+    from services.trainer.ranks.checkpoint import load_checkpoint, save_checkpoint
+
+    spec = make_spec(root / "qwen3", 1, 1, bf16=True, use_kl_loss=True, kl_loss_coef=0.1)
+    trainee, resumed = Trainee(spec), Trainee(spec)
+    first = [trainee.step(seed) for seed in range(2)]
+    save_checkpoint(trainee.policy, root / "half", 2)
+    resumed.step(7)  # elsewhere, so that the checkpoint has something to restore
+    load_checkpoint(resumed.policy, root / "half")
+    parameters = [p for g in trainee.policy.optimizer.param_groups for p in g["params"]]
+    weights = [p for g in trainee.policy.optimizer.float16_groups for p in g]
+    return {
+        "first": first,
+        "uninterrupted": [trainee.step(seed) for seed in range(2, 4)],
+        "resumed": [resumed.step(seed) for seed in range(2, 4)],
+        "weights": (trainee.weights(), resumed.weights()),
+        "types": {(p.dtype, w.dtype) for p, w in zip(parameters, weights, strict=True)},
+        "rounded": all(torch.equal(p.bfloat16(), w) for p, w in zip(parameters, weights, strict=True)),
+        "fine": any(not torch.equal(p, w.float()) for p, w in zip(parameters, weights, strict=True)),
+    }
+
+
 def single(root: Path) -> dict:
     """World of one: parity with transformers, export, training, resume."""
     from services.trainer.ranks.checkpoint import load_checkpoint, save_checkpoint
@@ -313,6 +348,8 @@ def single(root: Path) -> dict:
         "resumed": [resumed.step(seed) for seed in range(2, 4)],
         "weights": (trainee.weights(), resumed.weights()),
     }
+    out["half"] = half_precision(root)
+    out["percentiles"] = percentiles()
     other = Trainee(make_spec(root / "qwen3", 1, 1, weight_decay=0.5, adam_beta2=0.99, lr_warmup_iters=4))
     load_checkpoint(other.policy, root / "checkpoints", new_run=True)
     groups = other.policy.optimizer.param_groups
@@ -330,6 +367,7 @@ def pair(root: Path) -> dict:
     from services.trainer.ranks.export import export_hf
 
     out = {"data_parallel": train_all(root, 2, 1), "groups": weight_groups(root)}
+    out["percentiles"] = percentiles()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)

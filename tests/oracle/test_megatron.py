@@ -177,6 +177,38 @@ def test_checkpoint_before_the_first_step_restores_everything(single: dict) -> N
     assert again == first
 
 
+def test_half_precision_trains_like_full_precision(single: dict) -> None:
+    for half, full in zip(single["half"]["first"], single["training"]["kl"], strict=False):
+        assert half["pg_loss"] == pytest.approx(full["pg_loss"], rel=0.05, abs=0.02)
+        assert half["entropy"] == pytest.approx(full["entropy"], rel=0.05)
+
+
+def test_half_precision_keeps_full_precision_parameters(single: dict) -> None:
+    half = single["half"]
+    assert half["types"] == {(torch.float32, torch.bfloat16)}
+    assert half["rounded"]
+    assert half["fine"]
+
+
+def test_half_precision_resumes_exactly(single: dict) -> None:
+    half = single["half"]
+    assert half["resumed"] == half["uninterrupted"]
+    kept, loaded = half["weights"]
+    assert all(torch.equal(kept[key], loaded[key]) for key in kept)
+
+
+@pytest.mark.parametrize("world", ["single", "pair"])
+def test_percentile_is_of_all_ranks_values(request: pytest.FixtureRequest, world: str) -> None:
+    assert request.getfixturevalue(world)["percentiles"] == (989, 499, 0)
+
+
+@pytest.mark.parametrize("training", ["kl", "per_token"])
+def test_distance_to_the_engine_is_told_at_every_step(single: dict, training: str) -> None:
+    for metrics in single["training"][training]:
+        mean, high, largest = (metrics[f"log_prob_abs_diff_{name}"] for name in ("mean", "p99", "max"))
+        assert abs(metrics["log_prob_diff_mean"]) <= mean < high <= largest
+
+
 def test_norms_are_exempt_from_weight_decay(single: dict) -> None:
     assert single["decays"] == {(True, 0.0), (False, 0.1)}
 
