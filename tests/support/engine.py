@@ -1,10 +1,10 @@
-"""Engines for tests: a tiny checkpoint (Qwen3, random weights, byte-level tokenizer), real engine processes on
-it, and the trainer's side of a weight group."""
+"""Engines for tests: a tiny checkpoint (Qwen3, random weights, byte-level tokenizer), real engine processes of
+several kinds on it. Imports no torch before it is needed."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import importlib.util
 import json
 import os
 import signal
@@ -12,33 +12,54 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from services.common.process import free_port
-from services.rollout.adapters.sglang_launch import SGLangFactory
+from services.rollout.adapters.checkpoint import installed_version
+from services.rollout.adapters.sglang_launch import SGLangFactory, visible_devices
+from services.rollout.adapters.sglang_release import RELEASES, Release, release_of
 from services.rollout.adapters.simulated import SimulatedFactory
-from services.rollout.core.engine_port import Engine, GroupSpec, LaunchSpec, TensorSpec
+from services.rollout.core.engine_port import Engine, LaunchSpec
+from tests.support.weight_group import TrainerSide
 
 # No multiple of 64: SGLang then holds rows of zeros that the checkpoint does not have.
 VOCAB_SIZE = 300
 EOS_ID = 257
 CONTEXT_LENGTH = 512
+START_SECONDS = 240.0
+"""The longest a test waits for an engine."""
 
 
 def write_checkpoint(
-    directory: Path, *, hidden_size: int = 64, layers: int = 2, tied: bool = False, seed: int = 0
+    directory: Path,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: str = "float32",
+    context_length: int = CONTEXT_LENGTH,
 ) -> Path:
-    """Write a Hugging Face checkpoint and its tokenizer to `directory`; returns it. Needs neither torch nor
-    transformers."""
+    """Write a Hugging Face checkpoint and its tokenizer to `directory`; returns it. In float32 this needs neither torch
+    nor transformers."""
     directory.mkdir(parents=True, exist_ok=True)
     head_dim = hidden_size // 4
-    config = {
+    config = _config(hidden_size, layers, tied) | {"dtype": dtype, "max_position_embeddings": context_length}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    _save(_tensors(hidden_size, head_dim, layers, tied, seed), directory / "model.safetensors", dtype)
+    write_tokenizer(directory)
+    return directory
+
+
+def _config(hidden_size: int, layers: int, tied: bool) -> dict[str, Any]:
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": VOCAB_SIZE,
@@ -47,8 +68,7 @@ def write_checkpoint(
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": head_dim,
-        "max_position_embeddings": CONTEXT_LENGTH,
+        "head_dim": hidden_size // 4,
         "tie_word_embeddings": tied,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -61,12 +81,18 @@ def write_checkpoint(
         "bos_token_id": 256,
         "eos_token_id": EOS_ID,
         "pad_token_id": 258,
-        "dtype": "float32",
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(_tensors(hidden_size, head_dim, layers, tied, seed), directory / "model.safetensors", {"format": "pt"})
-    write_tokenizer(directory)
-    return directory
+
+
+def _save(tensors: dict[str, np.ndarray], path: Path, dtype: str) -> None:
+    if dtype == "float32":
+        save_file(tensors, path, {"format": "pt"})
+        return
+    import torch
+    from safetensors.torch import save_file as save_torch_file
+
+    converted = {name: torch.from_numpy(value).to(getattr(torch, dtype)) for name, value in tensors.items()}
+    save_torch_file(converted, path, {"format": "pt"})
 
 
 def _tensors(hidden: int, head_dim: int, layers: int, tied: bool, seed: int) -> dict[str, np.ndarray]:
@@ -120,6 +146,69 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
+@dataclass(frozen=True)
+class EngineKind:
+    """A kind of engine under test and what can be expected of it."""
+
+    factory: type
+    device: str = "cpu"
+    dtype: str = "float32"
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `write_checkpoint`."""
+    sglang: Mapping[str, Any] = field(default_factory=dict)
+    context_length: int = CONTEXT_LENGTH
+    long_tokens: int = 300
+    """Of a request that still runs after half a second."""
+    group_seconds: float = 4.0
+    """Longest wait for a member of a weight group."""
+    repeat_atol: float = 1e-5
+    """Between log-probs of the same tokens in two requests."""
+    mean_atol: float = 1e-5
+    max_atol: float = 1e-4
+    """Between its log-probs and those of transformers in float32 with the same weights: mean and largest."""
+
+
+KINDS = {
+    "simulated": EngineKind(SimulatedFactory),
+    "sglang-cpu": EngineKind(SGLangFactory),
+    # bfloat16, heads of 64 and cache rows of 256 bytes (2 heads): shapes whose kernels SGLang has ready or compiles
+    # once. bfloat16 keeps 8 bits: the differences allowed are some three times what this model shows.
+    "sglang-cuda": EngineKind(
+        SGLangFactory,
+        device="cuda",
+        dtype="bfloat16",
+        checkpoint={"hidden_size": 256, "dtype": "bfloat16", "context_length": 8192},
+        sglang={
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "cuda_graph_backend_prefill": "disabled",
+            "cuda_graph_max_bs_decode": 64,
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": 200_000,
+        },
+        context_length=8192,
+        long_tokens=4000,
+        group_seconds=10.0,
+        repeat_atol=0.1,
+        mean_atol=0.06,
+        max_atol=0.5,
+    ),
+}
+
+
+def missing(kind: str) -> str:
+    """Why an engine of this kind cannot run here; empty when it can."""
+    if kind == "simulated":
+        return ""
+    if importlib.util.find_spec("sglang") is None:
+        return "sglang is not installed"
+    version, device = installed_version("sglang"), KINDS[kind].device
+    if device == "cuda":
+        return "" if visible_devices() else "there is no CUDA device"
+    return "" if release_of(version).checksums.get("cpu") else f"sglang {version} does not run on the CPU"
+
+
 @dataclass
 class EngineProcess:
     """A running engine; `client()` gives a fresh client, bound to the event loop that uses it first."""
@@ -134,7 +223,23 @@ class EngineProcess:
 
     def client(self) -> Engine:
         """A client of this engine."""
-        return FACTORIES[self.kind]().build(0, self.port, self.spec).engine
+        return self.traits.factory().build(0, self.port, self.spec).engine
+
+    @property
+    def traits(self) -> EngineKind:
+        """What can be expected of its kind."""
+        return KINDS[self.kind]
+
+    @property
+    def release(self) -> Release:
+        """What its release promises; the simulated engine promises what the newest does."""
+        return RELEASES[-1] if self.kind == "simulated" else release_of(installed_version("sglang"))
+
+    def trainer_side(self, name: str) -> TrainerSide:
+        """The trainer's side of a group with this engine: over NCCL between two GPUs, else over gloo."""
+        if self.traits.device == "cuda" and visible_devices() > 1:
+            return TrainerSide(name, "nccl", "cuda:0")
+        return TrainerSide(name)
 
     def stop(self) -> None:
         """End the process and its children."""
@@ -143,19 +248,18 @@ class EngineProcess:
         self.process.wait()
 
 
-FACTORIES = {"simulated": SimulatedFactory, "sglang-cpu": SGLangFactory}
-
-
 def start_engine(kind: str, checkpoint: Path, directory: Path, **spec_options) -> EngineProcess:
-    """Start an engine of a kind of FACTORIES on `checkpoint` and wait until it is healthy."""
-    spec = LaunchSpec(model_path=checkpoint, device="cpu", **spec_options)
+    """Start an engine of one of KINDS on `checkpoint` and wait until it is healthy."""
+    traits = KINDS[kind]
+    options = {"group_timeout": traits.group_seconds, "sglang": traits.sglang} | spec_options
+    spec = LaunchSpec(model_path=checkpoint, device=traits.device, **options)
     port = free_port()
-    launch = FACTORIES[kind]().build(0, port, spec)
+    launch = traits.factory().build(0, port, spec)
     log_path = directory / f"{kind}-{port}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             launch.argv,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(launch.env),
+            env=os.environ | _placement(traits) | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(launch.env),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -163,12 +267,20 @@ def start_engine(kind: str, checkpoint: Path, directory: Path, **spec_options) -
     engine = EngineProcess(kind, checkpoint, port, spec, process, log_path)
     begun = time.monotonic()
     try:
-        _wait_until_healthy(engine, begun + launch.start_seconds)
+        _wait_until_healthy(engine, begun + min(launch.start_seconds, START_SECONDS))
     except BaseException:
         engine.stop()
         raise
     engine.start_seconds = time.monotonic() - begun
     return engine
+
+
+def _placement(traits: EngineKind) -> dict[str, str]:
+    """The last visible device: with two, the first is the trainer's."""
+    if traits.device != "cuda":
+        return {}
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(visible_devices())))
+    return {"CUDA_VISIBLE_DEVICES": listed.split(",")[-1]}
 
 
 def _wait_until_healthy(engine: EngineProcess, deadline: float) -> None:
@@ -185,60 +297,3 @@ def _healthy(port: int) -> bool:
             return answer.status == 200
     except OSError:
         return False
-
-
-class TrainerSide:
-    """Rank 0 of a weight group, as a trainer holds it: joins, broadcasts flat buckets, leaves."""
-
-    def __init__(self, name: str) -> None:
-        self.spec = GroupSpec(name, "gloo", "127.0.0.1", free_port(), world_size=2, rank_offset=1)
-        self._group = None
-        self._store = None
-
-    def join(self, seconds: float = 20.0) -> None:
-        """Join; blocks until the engine does."""
-        from torch.distributed import TCPStore
-        from torch.distributed import distributed_c10d as c10d
-
-        wait = timedelta(seconds=seconds)
-        store = TCPStore("127.0.0.1", self.spec.master_port, 2, True, wait, wait_for_workers=False)
-        self._group, _ = c10d._new_process_group_helper(
-            2,
-            0,
-            [],
-            c10d.Backend("gloo"),
-            c10d.PrefixStore(self.spec.name, store),
-            group_name=self.spec.name,
-            timeout=wait,
-        )
-        c10d._world.pg_group_ranks[self._group] = {0: 0, 1: 1}
-        self._store = store
-
-    def send(self, tensors: dict) -> None:
-        """Broadcast the bytes of `tensors` (name -> torch tensor) one after the other, as one flat tensor."""
-        import torch
-
-        flat = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors.values()])
-        self._group.broadcast(flat, 0).wait()
-
-    def leave(self) -> None:
-        """Leave the group and close its store; the engine's side sees closed connections."""
-        import torch.distributed
-
-        if self._group is not None:
-            torch.distributed.destroy_process_group(self._group)
-        self._group = None
-        self._store = None
-        gc.collect()
-
-
-def tensor_specs(tensors: dict) -> list[TensorSpec]:
-    """Specs of torch tensors by name."""
-    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
-
-
-def tensor_bytes(tensor) -> bytes:
-    """Raw bytes of a torch tensor."""
-    import torch
-
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

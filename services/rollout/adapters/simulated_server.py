@@ -53,6 +53,13 @@ SAMPLING_KEYS = {
     "stream_interval",
 }
 """Keys of sampling_params that SGLang knows; any other is an error there too."""
+RANGES = {
+    "temperature": ("at least 0", lambda value: value >= 0),
+    "top_p": ("in (0, 1]", lambda value: 0 < value <= 1),
+    "top_k": ("-1 (off) or at least 1", lambda value: value == -1 or value >= 1),
+    "min_p": ("in [0, 1]", lambda value: 0 <= value <= 1),
+}
+"""Values outside are errors there too."""
 
 
 class SimulatedServer:
@@ -128,6 +135,9 @@ class SimulatedServer:
         unknown = set(params) - SAMPLING_KEYS
         if unknown:
             return f"Unexpected sampling parameters: {', '.join(sorted(unknown))}."
+        for key, (allowed, holds) in RANGES.items():
+            if params.get(key) is not None and not holds(params[key]):
+                return f"{key} must be {allowed}, got {params[key]}."
         if len(ids) + (params.get("max_new_tokens") or 128) > self.context_length:
             return f"The request of {len(ids)} input tokens exceeds the context of {self.context_length} tokens."
         if not all(0 <= token < self.vocab_size for token in ids):

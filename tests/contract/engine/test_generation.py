@@ -12,10 +12,15 @@ import pytest
 from services.common.errors import Code, ServiceError
 from services.common.records import SamplingParams
 from services.rollout.core.engine_port import GenerationRequest
-from tests.support.engine import CONTEXT_LENGTH, EOS_ID, VOCAB_SIZE
+from tests.support.engine import EOS_ID, VOCAB_SIZE
 
 SECONDS = 30.0
 PROMPT = tuple(range(40, 56))
+
+
+def long_request(engine_process, **sampling) -> GenerationRequest:
+    """One that still runs after half a second."""
+    return request(tokens=engine_process.traits.long_tokens, extra={"ignore_eos": True}, **sampling)
 
 
 def request(count: int = 1, tokens: int = 12, prompt=PROMPT, extra=None, **sampling) -> GenerationRequest:
@@ -25,10 +30,12 @@ def request(count: int = 1, tokens: int = 12, prompt=PROMPT, extra=None, **sampl
 
 
 async def test_info_states_what_a_trainer_and_a_router_must_know(engine, engine_process):
-    info = await engine.info()
-    assert info.kind == engine_process.kind.removesuffix("-cpu")
-    assert (info.vocab_size, info.context_length, info.rank_count) == (VOCAB_SIZE, CONTEXT_LENGTH, 1)
-    assert info.backends == ("gloo",)
+    info, on_gpu = await engine.info(), engine_process.traits.device == "cuda"
+    assert info.kind == engine_process.kind.split("-")[0]
+    context = engine_process.traits.context_length
+    assert (info.vocab_size, info.context_length, info.rank_count) == (VOCAB_SIZE, context, 1)
+    assert info.backends == (("nccl", "gloo") if on_gpu else ("gloo",))
+    assert bool(info.nccl_version) is bool(info.collective_env) is on_gpu
     assert info.max_running >= 64
     assert info.engine_version
     assert info.torch_version
@@ -51,11 +58,15 @@ async def test_samples_are_whole_and_aligned(engine):
     assert len({tuple(g.output_ids) for g in generations}) > 1
 
 
-async def test_greedy_decoding_is_deterministic(engine):
-    first = await engine.generate(request(count=2, temperature=0.0), SECONDS)
-    second = await engine.generate(request(count=2, temperature=0.0), SECONDS)
-    assert len({tuple(g.output_ids) for g in first + second}) == 1
-    np.testing.assert_allclose(first[0].log_probs, second[0].log_probs, atol=1e-5)
+async def test_greedy_decoding_is_deterministic(engine, engine_process):
+    """From an empty cache each time: reading a cached prefix is other arithmetic, which shows in bfloat16."""
+    answers = []
+    for _ in range(2):
+        assert await engine.flush_cache()
+        answers += await engine.generate(request(count=2, tokens=6, temperature=0.0), SECONDS)
+    assert len({tuple(g.output_ids) for g in answers}) == 1
+    atol = engine_process.traits.repeat_atol
+    np.testing.assert_allclose(answers[0].log_probs, answers[-1].log_probs, atol=atol)
 
 
 async def test_a_stop_token_ends_a_sample_and_is_part_of_it(engine):
@@ -72,8 +83,8 @@ async def test_a_sample_ends_at_its_length(engine):
     assert len(generation.output_ids) == 20
 
 
-async def test_a_full_context_is_served(engine):
-    prompt = [7] * (CONTEXT_LENGTH - 40)
+async def test_a_full_context_is_served(engine, engine_process):
+    prompt = [7] * (engine_process.traits.context_length - 40)
     (generation,) = await engine.generate(request(tokens=40, prompt=prompt), SECONDS)
     assert len(generation.output_ids) == len(generation.log_probs)
 
@@ -83,38 +94,49 @@ async def test_a_full_context_is_served(engine):
     [
         ([1, VOCAB_SIZE], 4, "TOKEN_OUT_OF_RANGE", f"token id {VOCAB_SIZE}"),
         ([1, -1], 4, "TOKEN_OUT_OF_RANGE", "token id -1"),
-        ([1] * 500, 13, "PROMPT_TOO_LONG", "500 prompt + 13 new tokens"),
+        ([1] * 8, "the context less 7", "PROMPT_TOO_LONG", "8 prompt + "),
         ([], 4, "INVALID_FIELD", "no prompt tokens"),
         ([1], 0, "INVALID_FIELD", "at least 1"),
     ],
 )
-async def test_a_request_the_engine_cannot_take_is_refused_before_it(engine, prompt, tokens, reason, named):
+async def test_a_request_the_engine_cannot_take_is_refused_before_it(
+    engine, engine_process, prompt, tokens, reason, named
+):
+    if isinstance(tokens, str):
+        tokens = engine_process.traits.context_length - 7
     with pytest.raises(ServiceError, match=re.escape(named)) as caught:
         await engine.generate(request(tokens=tokens, prompt=prompt), SECONDS)
     assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, reason)
     assert await engine.health(5.0)
 
 
-async def test_an_unknown_sampling_key_is_refused_in_the_engines_words(engine):
+async def test_an_unknown_sampling_key_is_refused_by_name(engine):
     with pytest.raises(ServiceError, match="temprature") as caught:
         await engine.generate(request(extra={"temprature": 1.0}), SECONDS)
+    assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 1.5}, {"top_k": 0}, {"temperature": -1.0}])
+async def test_a_value_out_of_range_is_refused_in_the_engines_words(engine, sampling):
+    with pytest.raises(ServiceError, match=f"{next(iter(sampling))} must be") as caught:
+        await engine.generate(request(**sampling), SECONDS)
     assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, "ENGINE_REFUSED")
 
 
-async def test_a_deadline_is_kept(engine):
+async def test_a_deadline_is_kept(engine, engine_process):
     with pytest.raises(ServiceError, match="did not answer") as caught:
-        await engine.generate(request(tokens=400, extra={"ignore_eos": True}), 0.2)
+        await engine.generate(long_request(engine_process), 0.2)
     assert caught.value.code is Code.DEADLINE_EXCEEDED
     await engine.abort_all()
 
 
-async def test_abort_returns_what_was_produced(engine):
-    running = asyncio.create_task(engine.generate(request(tokens=400, extra={"ignore_eos": True}), SECONDS))
+async def test_abort_returns_what_was_produced(engine, engine_process):
+    running = asyncio.create_task(engine.generate(long_request(engine_process), SECONDS))
     await asyncio.sleep(0.5)
     await engine.abort_all()
     (generation,) = await running
     assert generation.finish_reason == "abort"
-    assert 0 < len(generation.output_ids) < 400
+    assert 0 < len(generation.output_ids) < engine_process.traits.long_tokens
     assert len(generation.output_ids) == len(generation.log_probs) == generation.versions[-1].end
 
 
@@ -124,7 +146,7 @@ async def test_many_small_requests_run_together(engine):
     assert sum(map(len, answers)) == 64
 
 
-async def test_log_probs_are_the_models(engine, engine_process, checkpoint):
+async def test_log_probs_are_the_models(engine, engine_process):
     """Requests of several lengths at once, at a temperature, against transformers' forward pass."""
     if engine_process.kind == "simulated":
         pytest.skip("it has no model")
@@ -134,10 +156,21 @@ async def test_log_probs_are_the_models(engine, engine_process, checkpoint):
     answers = await asyncio.gather(*(engine.generate(each, SECONDS) for each in requests))
     pairs = [(prompt, generation) for prompt, answer in zip(prompts, answers, strict=True) for generation in answer]
     differences = [
-        np.abs(reference_log_probs(checkpoint, prompt, generation.output_ids, temperature) - generation.log_probs)
+        np.abs(
+            reference_log_probs(engine_process.checkpoint, prompt, generation.output_ids, temperature)
+            - generation.log_probs
+        )
         for prompt, generation in pairs
     ]
-    assert max(map(np.max, differences)) < 1e-4
+    assert_close(engine_process, np.concatenate(differences))
+
+
+def assert_close(engine_process, differences: np.ndarray) -> None:
+    """Differences from transformers' log-probs are what the engine's precision explains."""
+    mean, largest = float(differences.mean()), float(differences.max())
+    print(f"{engine_process.kind}: |log-prob difference| mean {mean:.2e}, largest {largest:.2e}")
+    assert mean <= engine_process.traits.mean_atol
+    assert largest <= engine_process.traits.max_atol
 
 
 def reference_log_probs(checkpoint, prompt, output_ids, temperature: float, weights=None) -> np.ndarray:
@@ -146,8 +179,9 @@ def reference_log_probs(checkpoint, prompt, output_ids, temperature: float, weig
     import torch
 
     tokens = torch.tensor([[*prompt, *output_ids.tolist()]])
+    held = {name: tensor.float() for name, tensor in (weights or {}).items()}
     with torch.no_grad():
-        logits = torch.func.functional_call(reference_model(checkpoint), weights or {}, (tokens,)).logits
+        logits = torch.func.functional_call(reference_model(checkpoint), held, (tokens,)).logits
     log_probs = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / temperature, dim=-1)
     return log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
 
