@@ -44,7 +44,7 @@ from services.console.core.history import METRICS_FILE
 from services.console.tiers import ALL
 
 RUN_FILES = {"cpu": "first_run_grpo.yaml", "cuda": "smollm2_grpo.yaml"}
-STEPS = {"simulated": 30, "cpu": 70, "cuda": 60}
+STEPS = {"simulated": 30, "cpu": 70, "cuda": 50}
 KILL_AFTER = 6
 START_SECONDS, END_SECONDS = 400.0, 420.0
 _POLL = 0.05
@@ -233,8 +233,10 @@ def make_spec(chosen: argparse.Namespace, directory: Path, model: Path) -> RunSp
         rollout |= {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "rollout_max_response_len": 32}
         trainer["num_steps_per_rollout"] = 1
     else:
-        # Both engines are on one GPU, each with a bit less than half of its memory.
-        rollout["sglang"] = {**rollout.get("sglang", {}), "mem_fraction_static": 0.4}
+        # Both engines are on one GPU and may start at the same time: a set cache leaves room for the other, whatever
+        # each sees free. Long responses make a step outlast a look, and the run the restart.
+        rollout["sglang"] = {**rollout.get("sglang", {}), "mem_fraction_static": 0.7, "max_total_tokens": 400_000}
+        rollout["rollout_max_response_len"] = 128
     if chosen.engine == "simulated":
         rollout["simulated"] = {"tokens_per_second": 32, "mean_response_len": 1e6, "response_len_spread": 0.0}
     trainer = {key: value for key, value in trainer.items() if key != "global_batch_size"}

@@ -96,6 +96,10 @@ def make_spec(chosen: argparse.Namespace, directory: Path, model: Path, prompts:
         "max_inflight": chosen.inflight,
         "rollout_num_gpus": 1,
     }
+    if chosen.device == "cuda":
+        # As many requests as the run's CUDA graphs hold; those in flight beyond them wait in the engine, either way.
+        running = {"max_running_requests": rollout.get("sglang", {}).get("cuda_graph_max_bs_decode", 256)}
+        rollout["sglang"] = running | rollout.get("sglang", {})
     if "rollout_max_context_len" in rollout:
         rollout["rollout_max_context_len"] = max(rollout["rollout_max_context_len"], chosen.tokens + 128)
     if chosen.engine == "simulated":

@@ -1,17 +1,28 @@
-"""What the benchmarks share: the demo's task with its SFT model, `tetrarch train` commands, and a run's history."""
+"""What the benchmarks share: a task with a model to train, `tetrarch` commands, and a run's history.
+
+On the CPU it is the demo's task with its SFT model; on CUDA the word problems with the model that `--model` names.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.first_run.__main__ import ROOT, Workspace, new_workspace
+from examples.first_run.__main__ import CONFIGS, ROOT, Workspace, new_workspace
+from examples.word_problems.task import write_task
+from services.common.run_spec import RunSpec
+from services.common.settings import read_yaml
 from services.console.core.history import METRICS_FILE, History, parse_line
+from services.console.state import Running, StateDir
 
 BENCH_DIR = ROOT / "runs" / "bench"
+_UP_SECONDS = 180.0
 
 
 def history_of(run_dir: Path) -> History:
@@ -42,9 +53,80 @@ class Trained:
     history: History
 
     @property
+    def settings(self) -> RunSpec:
+        """Its resolved settings."""
+        return RunSpec.model_validate(read_yaml(self.run_dir / "run.yaml"))
+
+    @property
     def accuracies(self) -> list[float]:
         """Held-out accuracy at every evaluation."""
         return [value for _, value in self.history.evaluation_series().get("heldout", [])]
+
+
+@dataclass(frozen=True)
+class RealWorkspace:
+    """The word problems and a model that is trained on them on GPUs."""
+
+    path: Path
+    model: Path
+
+    @property
+    def state(self) -> Path:
+        """Store and logs of the tiers."""
+        return self.path / "state"
+
+    def grpo(self, run_id: str, *more: str) -> list[str]:
+        """Arguments of a run; `more` flags win."""
+        data = self.path / "data"
+        return [
+            *("train", str(CONFIGS / "smollm2_grpo.yaml"), "--state-dir", str(self.state)),
+            *("--run-id", run_id, "--run-dir", str(self.path), "--hf-checkpoint", str(self.model)),
+            *("--prompt-data", str(data / "train.jsonl"), "--eval-prompt-data", "heldout", str(data / "heldout.jsonl")),
+            *more,
+        ]
+
+
+def add_device(arguments: argparse.ArgumentParser) -> None:
+    """Adds --device and --model."""
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments.add_argument("--model", type=Path, help="Hugging Face checkpoint that is trained on CUDA")
+
+
+def workspace_for(device: str, model: Path | None) -> Workspace | RealWorkspace:
+    """The task of a device. Raises SystemExit without a model for CUDA."""
+    if device == "cpu":
+        return sft_workspace(1)
+    if model is None:
+        raise SystemExit("--device cuda needs --model DIR, a Hugging Face checkpoint.")
+    path = (BENCH_DIR / "word-problems").absolute()
+    if not (path / "data" / "heldout.jsonl").exists():
+        write_task(path / "data", 1)
+    return RealWorkspace(path, model.absolute())
+
+
+@contextlib.contextmanager
+def tiers_up(workspace: Workspace | RealWorkspace) -> Iterator[Running]:
+    """`tetrarch up` for as long as the block lasts: runs within it share engines when they want equal ones."""
+    workspace.path.mkdir(parents=True, exist_ok=True)
+    state = StateDir(workspace.state)
+    command = [sys.executable, "-m", "services.console", "up", "--state-dir", str(workspace.state)]
+    log = workspace.path / "up.log"
+    with log.open("a") as out:
+        tiers = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + _UP_SECONDS
+        while not (running := state.running()):
+            if time.monotonic() > deadline or tiers.poll() is not None:
+                raise SystemExit(f"tetrarch up did not come up within {_UP_SECONDS:.0f} s; see {log}.")
+            time.sleep(0.2)
+        yield running
+    finally:
+        tiers.terminate()
+        try:
+            tiers.wait(60)
+        except subprocess.TimeoutExpired:
+            tiers.kill()
+            tiers.wait()
 
 
 def sft_workspace(seed: int) -> Workspace:
@@ -59,7 +141,7 @@ def sft_workspace(seed: int) -> Workspace:
     return workspace
 
 
-def train(workspace: Workspace, arguments: list[str], run_id: str) -> Trained:
+def train(workspace: Workspace | RealWorkspace, arguments: list[str], run_id: str) -> Trained:
     """A `tetrarch train` command to its end. Raises SystemExit with the log's place when it fails."""
     log = workspace.path / f"{run_id}.log"
     status, seconds = tetrarch(arguments, log)
@@ -69,7 +151,7 @@ def train(workspace: Workspace, arguments: list[str], run_id: str) -> Trained:
     return Trained(run_dir, seconds, history_of(run_dir))
 
 
-def fresh_id(workspace: Workspace, name: str) -> str:
+def fresh_id(workspace: Workspace | RealWorkspace, name: str) -> str:
     """A run id that the workspace has not seen."""
     number = 1
     while (workspace.path / f"{name}-{number}").exists():
