@@ -38,6 +38,8 @@ from services.rollout.core.engine_port import (
 
 CONTROL_SECONDS = 30.0
 """Deadline of control calls that only touch the engine's memory."""
+COMPILE_SECONDS = 180.0
+"""Of the first checksums on CUDA: two kernels are compiled for them."""
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
@@ -51,7 +53,7 @@ SAMPLING_KEYS = frozenset({
 })
 # fmt: on
 """What a request may set beside its `SamplingParams`."""
-FLUSH_TRIES = 5
+FLUSH_TRIES, FLUSH_SECONDS = 10, 0.02
 
 log = get_logger(__name__)
 
@@ -110,6 +112,8 @@ class SGLangEngine:
             rank_count=self._facts.rank_count,
             max_running=_max_running(said),
         )
+        if self._limits is None and on_gpu and self.checksum_algorithm:
+            await self._ask_checksums(COMPILE_SECONDS)  # now, not while the first update waits
         self._limits = info.limits
         return info
 
@@ -138,17 +142,16 @@ class SGLangEngine:
         self._paused = ""
 
     async def flush_cache(self) -> bool:
-        if await self._flush():
-            return True
-        if self._paused != "retract" or self._facts.release.flushes_retracted:
-            return False
-        # Retracted requests hold nothing of the cache, yet this release does not flush while they wait. Ended now,
-        # they return what they made so far, and their sender goes on from there.
         for _ in range(FLUSH_TRIES):
-            await self.abort_all()
             if await self._flush():
                 return True
-            await asyncio.sleep(0.05)
+            if self._paused == "in_place":
+                return False
+            if self._paused == "retract" and not self._facts.release.flushes_retracted:
+                # Retracted requests hold nothing of the cache, yet this release does not flush while they wait. Ended
+                # now, they return what they made so far, and their sender goes on from there.
+                await self.abort_all()
+            await asyncio.sleep(FLUSH_SECONDS)  # the scheduler comes to rest a moment after its last answer
         return False
 
     async def _flush(self) -> bool:
@@ -219,7 +222,10 @@ class SGLangEngine:
             raise ServiceError(Code.FAILED_PRECONDITION, "ENGINE_REFUSED", "It is not a member of that group.")
 
     async def checksums(self) -> dict[str, str]:
-        answer = await self._post("/weights_checker", {"action": "checksum"})
+        return await self._ask_checksums(CONTROL_SECONDS)
+
+    async def _ask_checksums(self, timeout: float) -> dict[str, str]:
+        answer = await self._client.expect("POST", "/weights_checker", {"action": "checksum"}, timeout=timeout)
         ranks = (answer or {}).get("ranks") or []
         if len(ranks) != 1:
             raise ServiceError(

@@ -36,11 +36,11 @@ def check_compatible(engine_id: str, info: EngineInfo, trainer: TrainerSide) -> 
         known = "/".join(info.backends) or "none"
         raise _incompatible(engine_id, "backend", trainer.backend, known, "put both on the same kind of device")
     if trainer.backend != "nccl":
-        if _differ(_first_two(trainer.torch_version), _first_two(info.torch_version)):
+        if _differ(trainer.torch_version, info.torch_version, 2):
             how = "install the same torch for both, as their gloo is part of it"
             raise _incompatible(engine_id, "torch", trainer.torch_version, info.torch_version, how)
         return
-    if _differ(trainer.nccl_version, info.nccl_version):
+    if _differ(trainer.nccl_version, info.nccl_version, 3):
         how = "install the torch that brings the same NCCL for both, as NCCL takes no other release into a group"
         raise _incompatible(engine_id, "NCCL", trainer.nccl_version, info.nccl_version, how)
     for name in COLLECTIVE_VARIABLES:
@@ -49,12 +49,10 @@ def check_compatible(engine_id: str, info: EngineInfo, trainer: TrainerSide) -> 
             raise _incompatible(engine_id, name, ours, theirs, _HOW)
 
 
-def _first_two(version: str) -> str:
-    return ".".join(version.split("+")[0].split(".")[:2])
-
-
-def _differ(one: str, other: str) -> bool:
-    return bool(one) and bool(other) and one != other
+def _differ(one: str, other: str, numbers: int) -> bool:
+    """By the first `numbers` numbers of two releases; a build's name after + does not count."""
+    short = [version.split("+")[0].split(".")[:numbers] for version in (one, other)]
+    return bool(one) and bool(other) and short[0] != short[1]
 
 
 def _incompatible(engine_id: str, what: str, trainer: str, engine: str, how: str) -> ServiceError:

@@ -102,12 +102,12 @@ class SlimeFunction:
             sglang_router_port=router.port,
             partial_rollout=False,
         )
-        before = self._completer.fleet.routed_versions()
+        before = self._completer.fleet.oldest_version()
         sample = SlimeSample(prompt, index)
         extra = {"evaluation": False} if self._takes_evaluation else {}
         result = await loop.run(lambda: self._function(args, sample, _as_dict(sampling), **extra), timeout)
-        after = self._completer.fleet.routed_versions()
-        trajectory = read_sample(result, prompt, oldest=min(before + after, default=0))
+        versions = [version for version in (before, self._completer.fleet.oldest_version()) if version is not None]
+        trajectory = read_sample(result, prompt, oldest=min(versions, default=0))
         self._completer.counters.generated_token_count += int(trajectory.loss_mask.sum())
         return trajectory
 
