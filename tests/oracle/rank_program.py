@@ -73,13 +73,13 @@ def random_samples(seed: int) -> dict[str, Sample]:
 class Trainee:
     """A policy with its trainer, fed with random batches."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, device: str = "cpu") -> None:
         from megatron.core import parallel_state
 
         from services.trainer.ranks.policy import build_policy, build_reference
         from services.trainer.ranks.train import StepTrainer
 
-        self.device = torch.device("cpu")
+        self.device = torch.device(device)
         self.spec = spec
         self.policy = build_policy(spec, self.device)
         reference = build_reference(spec, self.device) if spec.trainer.use_kl_loss else None

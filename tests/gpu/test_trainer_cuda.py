@@ -1,0 +1,108 @@
+"""The trainer's numbers on a GPU: against transformers, against its own CPU path, and across a checkpoint.
+
+Every program runs in rank processes of its own (`tests.gpu.rank_program`), each with a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.process import free_port
+from tests.gpu.rank_program import HEADS, SMOOTH, write_model
+from tests.oracle.models import write_models
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+_DEADLINE_SECONDS = 150
+pytestmark = pytest.mark.timeout(200)
+
+
+def _run(program: str, root: Path, device: str = "cuda", world: int = 1) -> dict:
+    port = free_port()
+    processes, logs = [], [root / f"{program}-{device}-{rank}.log" for rank in range(world)]
+    for rank, path in enumerate(logs):
+        arguments = [program, device, str(rank), str(world), str(port), str(root)]
+        with path.open("w") as log:
+            command = [sys.executable, "-m", "tests.gpu.rank_program", *arguments]
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ)))
+    try:
+        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world, "\n".join(path.read_text()[-3000:] for path in logs)
+    return torch.load(root / f"{program}-{device}.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda")
+    write_models(path)
+    write_model(path / "model")
+    return path
+
+
+def test_log_probs_in_bfloat16_are_as_near_to_float32_as_transformers_are(root: Path) -> None:
+    """Rounding puts every bfloat16 implementation at some distance from float32: ours must not be farther."""
+    found = _run("log_probs", root)
+    truth = found["float32"]
+    ours, theirs = ((found[name] - truth).abs() for name in ("ours", "bfloat16"))
+    print(f"|bf16 - fp32|: ours mean {ours.mean():.4f} p99 {ours.quantile(0.99):.4f}, transformers {theirs.mean():.4f}")
+    assert ours.mean() <= 1.2 * theirs.mean()
+    assert ours.quantile(0.99) <= 1.5 * theirs.quantile(0.99)
+    assert ours.mean() <= 0.05
+    assert (found["ours"] - found["chunks"]).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def attention(root: Path) -> dict:
+    """Outputs and gradients of both ways."""
+    return _run("attention", root)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_kernel_and_the_padded_way_agree(attention: dict, heads: str) -> None:
+    """Output, then gradients of query, key and value: relative error in the 2-norm, bfloat16 having 8 bits."""
+    for kernel, padded in zip(*attention[heads].values(), strict=True):
+        assert (kernel - padded).norm() / padded.norm() <= 0.01
+
+
+def test_a_step_equals_the_cpus(root: Path) -> None:
+    gpu, cpu = _run("step", root), _run("step", root, "cpu")
+    for name in ("qwen3", "llama31", "qwen2"):
+        (metrics, weights), (expected, target) = gpu[name], cpu[name]
+        for key in ("loss", "grad_norm", "entropy", "log_prob_abs_diff_mean", "log_prob_abs_diff_p99"):
+            assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6)
+        assert weights.keys() == target.keys()
+        worst = max((weights[key] - target[key]).abs().max().item() for key in target)
+        assert worst <= 1e-3 * SMOOTH["lr"]
+    for key in ("grad_norm", "entropy", "log_prob_abs_diff_mean"):
+        assert gpu["bfloat16"][key] == pytest.approx(cpu["qwen3"][0][key], rel=0.05)
+    assert gpu["bfloat16"]["ppo_kl_first"] == 0
+
+
+def test_a_checkpoint_restores_every_bit(root: Path) -> None:
+    found = _run("checkpoint", root)
+    saved, loaded = found["states"]
+    assert found["counters"] == (1, 1)
+    assert saved.keys() == loaded.keys()
+    assert [key for key in saved if not torch.equal(saved[key], loaded[key])] == []
+    assert {saved[key].dtype for key in saved if key.startswith(("main", "exp"))} == {torch.float32}
+    kept, again = found["next"]  # the kernel's backward pass adds in no fixed order
+    assert again == pytest.approx(kept, rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_as_one(root: Path) -> None:
+    expected = _run("lone", root)["lone"]
+    for ours in _run("parallel", root, world=2).values():
+        for metrics, alone in zip(ours, expected, strict=True):
+            for key in ("loss", "grad_norm", "log_prob_abs_diff_p99"):
+                assert metrics[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
