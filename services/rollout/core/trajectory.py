@@ -11,12 +11,15 @@ reported them, and an environment token belongs to the span before it (at the he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from services.common.errors import Code, ServiceError
 from services.common.records import SampleStatus, VersionSpan
 from services.rollout.core.engine_port import Generation
+
+NumberT = TypeVar("NumberT", int, float)
 
 _STATUS = {
     "stop": SampleStatus.COMPLETED,
@@ -50,7 +53,7 @@ class Trajectory:
     """
 
     def __init__(self, prompt_tokens: Sequence[int] | np.ndarray) -> None:
-        self._tokens: list[int] = [int(token) for token in prompt_tokens]
+        self._tokens = _numbers(prompt_tokens, int)
         self.prompt_length = len(self._tokens)
         self._mask: list[int] = []
         self._log_probs: list[float] = []
@@ -128,9 +131,9 @@ class Trajectory:
             for span in versions
             if span.end > span.start
         ]
-        self._tokens += [int(token) for token in token_ids]
+        self._tokens += _numbers(token_ids, int)
         self._mask += [1] * len(token_ids)
-        self._log_probs += [float(value) for value in log_probs]
+        self._log_probs += _numbers(log_probs, float)
         self.turn_count += 1
 
     def append_environment(self, token_ids: Sequence[int] | np.ndarray, seconds: float = 0.0) -> None:
@@ -150,6 +153,13 @@ class Trajectory:
     def finish(self, status: SampleStatus) -> None:
         """Overrides the status that the last generation gave."""
         self._status = status
+
+
+def _numbers(values: Sequence[Any] | np.ndarray, kind: type[NumberT]) -> list[NumberT]:
+    """Python numbers; an engine's arrays are of the right kind already and convert at once."""
+    if isinstance(values, np.ndarray) and values.dtype.kind == ("f" if kind is float else "i"):
+        return values.tolist()
+    return [kind(value) for value in values]
 
 
 def _invalid(why: str) -> ServiceError:
