@@ -10,11 +10,13 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+_PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "transformers", "grpcio")
 _COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
@@ -43,6 +45,27 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def machine() -> dict[str, object]:
+    """What the figures were taken on."""
+    found: dict[str, object] = {"cpus": os.cpu_count(), "platform": platform.platform()}
+    found["python"] = platform.python_version()
+    models = [line.split(":", 1)[1].strip() for line in _driver_lines() if line.startswith("Model:")]
+    versions = {name: _version(name) for name in _PACKAGES}
+    return found | {"gpus": models, "packages": {name: version for name, version in versions.items() if version}}
+
+
+def _driver_lines() -> list[str]:
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [line for file in files for line in file.read_text().splitlines()]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def finish(name: str, figures: list[Figure], json_file: Path | None, **context: object) -> int:
     """Prints and writes the figures; returns the exit status."""
     table = Table(title=name)
@@ -53,9 +76,8 @@ def finish(name: str, figures: list[Figure], json_file: Path | None, **context: 
         table.add_row(figure.name, f"{figure.value:.6g} {figure.unit}".strip(), figure.bar, verdict)
     Console(width=120).print(table)
     if json_file:
-        machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
         rows = [asdict(figure) | {"passed": figure.passed} for figure in figures]
-        content = {"benchmark": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine}
+        content = {"benchmark": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine()}
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(content | {"figures": rows, "context": context}, indent=1) + "\n")
     return 0 if all(figure.passed for figure in figures) else 1
