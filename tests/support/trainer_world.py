@@ -119,11 +119,8 @@ class World:
 
     def run_record(self) -> Run:
         """The run as the buffer tells it."""
-        step, path = self.checkpoint
-        text = self.spec.model_dump_json()
-        return Run(
-            "r", self.state == "ACTIVE", self.state, self.reason, self.committed, step, path, self.published, text
-        )
+        spec, active = self.spec.model_dump_json(), self.state == "ACTIVE"
+        return Run("r", active, self.state, self.reason, self.committed, *self.checkpoint, self.published, spec)
 
     def ports(self, progress: Progress) -> tuple[Ports, MemoryRanks]:
         """The outside of a new trainer process."""
@@ -250,8 +247,7 @@ class MemoryRanks:
         self.failure: RanksFailed | None = None
         self.staged: list[str] | None = None
         self.groups: set[str] = set()
-        self.joined: list[str] = []
-        """Every group that was ever joined, in order."""
+        self.joined: list[str] = []  # ever, in order
         self.busy = False
         self.stopped = False
         self.die_in: dict[str, RanksFailed] = {}
@@ -343,8 +339,7 @@ class MemoryRollout:
         self.world = world
         self.aborted: list[tuple[str, int]] = []
         self.epochs: list[int] = []
-        self.groups: list[str] = []
-        """Group that each Prepare named."""
+        self.groups: list[str] = []  # that each Prepare named
 
     async def nodes(self) -> list[NodeView]:
         engines = tuple(self.world.engines.values())
@@ -401,5 +396,4 @@ class MemoryJournal:
     def write(self, kind: str, step: int, metrics: Any, message: str) -> None:
         self.progress.add(Event(len(self.progress.events) + 1, kind, step, dict(metrics), message))
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
