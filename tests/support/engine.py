@@ -21,9 +21,10 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from services.common.devices import visible_gpus
 from services.common.process import free_port
 from services.rollout.adapters.checkpoint import installed_version
-from services.rollout.adapters.sglang_launch import SGLangFactory, visible_devices
+from services.rollout.adapters.sglang_launch import SGLangFactory
 from services.rollout.adapters.sglang_release import RELEASES, Release, release_of
 from services.rollout.adapters.simulated import SimulatedFactory
 from services.rollout.core.engine_port import Engine, LaunchSpec
@@ -205,7 +206,7 @@ def missing(kind: str) -> str:
         return "sglang is not installed"
     version, device = installed_version("sglang"), KINDS[kind].device
     if device == "cuda":
-        return "" if visible_devices() else "there is no CUDA device"
+        return "" if visible_gpus() else "there is no CUDA device"
     return "" if release_of(version).checksums.get("cpu") else f"sglang {version} does not run on the CPU"
 
 
@@ -237,7 +238,7 @@ class EngineProcess:
 
     def trainer_side(self, name: str) -> TrainerSide:
         """The trainer's side of a group with this engine: over NCCL between two GPUs, else over gloo."""
-        if self.traits.device == "cuda" and visible_devices() > 1:
+        if self.traits.device == "cuda" and len(visible_gpus()) > 1:
             return TrainerSide(name, "nccl", "cuda:0")
         return TrainerSide(name)
 
@@ -279,8 +280,7 @@ def _placement(traits: EngineKind) -> dict[str, str]:
     """The last visible device: with two, the first is the trainer's."""
     if traits.device != "cuda":
         return {}
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(visible_devices())))
-    return {"CUDA_VISIBLE_DEVICES": listed.split(",")[-1]}
+    return {"CUDA_VISIBLE_DEVICES": visible_gpus()[-1]}
 
 
 def _wait_until_healthy(engine: EngineProcess, deadline: float) -> None:

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from services.common import devices
@@ -176,37 +175,29 @@ def collective_env() -> dict[str, str]:
     return CUDA_COLLECTIVE_ENV | {name: os.environ[name] for name in COLLECTIVE_VARIABLES if name in os.environ}
 
 
-def visible_devices() -> int:
-    """CUDA devices this process may use; 0 when that cannot be told."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return len([device for device in listed.split(",") if device.strip()])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
 def cuda_defaults(index: int, spec: LaunchSpec) -> dict[str, Any]:
     """Arguments of engine `index` on CUDA: bfloat16, as trained there, and its place among the devices.
 
     Raises INVALID_ARGUMENT/INVALID_FIELD when an engine has more ranks than there are devices.
     """
-    ranks, devices = spec.rank_count, visible_devices()
+    ranks, count = spec.rank_count, len(devices.visible_gpus())
     chosen: dict[str, Any] = {"dtype": "bfloat16", "base_gpu_id": index * ranks}
-    if not devices:
+    if not count:  # the driver shows them in a way unknown here: SGLang will see
         return chosen
-    places = devices // ranks
+    places = count // ranks
     if not places:
         raise ServiceError(
             Code.INVALID_ARGUMENT,
             "INVALID_FIELD",
-            f"An engine of {ranks} devices (rollout_num_gpus_per_engine) does not fit on the {devices} that this node "
+            f"An engine of {ranks} devices (rollout_num_gpus_per_engine) does not fit on the {count} that this node "
             "sees (CUDA_VISIBLE_DEVICES).",
             rank_count=ranks,
-            device_count=devices,
+            device_count=count,
         )
     chosen["base_gpu_id"] = index % places * ranks
     sharing = -(-spec.engine_count // places)
     if sharing > 1:
-        log.warning("engines share devices", engines=spec.engine_count, devices=devices, engines_per_device=sharing)
+        log.warning("engines share devices", engines=spec.engine_count, devices=count, engines_per_device=sharing)
         chosen["mem_fraction_static"] = round(SHARED_MEMORY_FRACTION / sharing, 3)
         chosen["max_total_tokens"] = SHARED_CACHE_BYTES // _cache_bytes(spec)
     return chosen

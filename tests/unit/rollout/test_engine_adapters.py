@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.common import devices
 from services.common.errors import Code, ServiceError
 from services.common.records import VersionSpan
 from services.rollout.adapters.engine_http import read_generations, read_spans, sentence
@@ -112,6 +113,15 @@ def test_pass_through_arguments_become_flags_and_win_over_defaults(spec):
     assert command_line({"flag": True, "off": False, "none": None, "map": {"a": 1}}) == ["--flag", "--map", '{"a": 1}']
 
 
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """A machine of eight GPUs; call it with those that are visible."""
+    for index in range(8):
+        (tmp_path / f"nvidia{index}").touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    return lambda visible: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
 def build_cuda(spec, index: int = 0, **changes):
     return SGLangFactory().build(index, 1234, replace(spec, device="cuda", **changes))
 
@@ -120,8 +130,8 @@ def option(launch, name: str) -> str:
     return launch.argv[launch.argv.index(name) + 1] if name in launch.argv else ""
 
 
-def test_cuda_engines_take_their_devices_in_turn(spec, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5,6,7")
+def test_cuda_engines_take_their_devices_in_turn(spec, gpus):
+    gpus("2,3,4,5,6,7")
     launch = build_cuda(spec, 2, rank_count=2, engine_count=3)
     assert option(launch, "--base-gpu-id") == "4"
     assert option(launch, "--dtype") == "bfloat16"
@@ -130,8 +140,8 @@ def test_cuda_engines_take_their_devices_in_turn(spec, monkeypatch):
     assert float(launch.env["TETRARCH_GROUP_TIMEOUT_SECONDS"]) == spec.group_timeout
 
 
-def test_more_engines_than_devices_share_them(spec, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+def test_more_engines_than_devices_share_them(spec, gpus):
+    gpus("1")
     launches = [build_cuda(spec, index, engine_count=2) for index in range(2)]
     assert [option(launch, "--base-gpu-id") for launch in launches] == ["0", "0"]
     assert [option(launch, "--mem-fraction-static") for launch in launches] == ["0.425"] * 2
