@@ -27,6 +27,7 @@ from benchmarks.bare_client import flush, saturate
 from benchmarks.report import Figure, finish, parser
 from benchmarks.workspace import add_device, fresh_id, history_of, tiers_up, train, workspace_for
 from services.common.channel import open_channel
+from services.common.convert import prompt_from_proto
 from services.console.core.history import History
 
 STEPS, WARM_UP, BARE_ROUNDS = 20, 5, 4
@@ -76,7 +77,7 @@ async def prompts_of(buffer: str, run_id: str, step: int) -> list[list[int]]:
         found = []
         for group in groups:
             answer = await stub.GetGroup(buffer_service_pb2.GetGroupRequest(run_id=run_id, group_id=group.group_id))
-            found.append(list(answer.prompt.tokens))
+            found.append(prompt_from_proto(answer.prompt).tokens.tolist())
         return found
 
 
