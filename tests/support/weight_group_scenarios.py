@@ -127,6 +127,22 @@ def member_killed_in_a_transfer(place: Place) -> None:
         arrives(groups, member, place.data())
 
 
+def member_killed_before_its_first_transfer(place: Place) -> None:
+    """NCCL makes a communicator with the first transfer, and then meets nobody."""
+    groups = place.groups()
+    with place.members(groups) as (member,):
+        name = member.spec.name
+        member.end()
+        began = time.monotonic()
+        groups.send(place.data(), [name], TIMEOUT)
+        assert groups.finish([name])[name]
+        assert time.monotonic() - began < TIMEOUT + 2 * GRACE
+        assert groups.names == ()
+        place.assert_usable()
+    with place.members(groups) as (member,):
+        arrives(groups, member, place.data())
+
+
 def member_stopped_in_a_transfer(place: Place) -> None:
     """Whoever knows better than to wait leaves at once; another group goes on meanwhile."""
     groups = place.groups()
@@ -190,6 +206,7 @@ SCENARIOS = (
     used_again_and_again,
     bytes_written_just_before_are_the_ones_sent,
     member_killed_in_a_transfer,
+    member_killed_before_its_first_transfer,
     member_stopped_in_a_transfer,
     deadline_of_a_member_that_never_comes,
     member_dead_while_idle,

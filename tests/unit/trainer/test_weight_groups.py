@@ -1,14 +1,19 @@
-"""Weight groups over gloo, in host memory; `tests/gpu` has the same scenarios over NCCL."""
+"""Weight groups over gloo, in host memory; `tests/gpu` has these and more scenarios over NCCL."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.weight_group_scenarios import SCENARIOS, Place, bytes_written_just_before_are_the_ones_sent
+from tests.support import weight_group_scenarios as scenarios
 
-PLACE = Place("gloo", "cpu", "cpu", 64_000_000)
-HERE = [scenario for scenario in SCENARIOS if scenario is not bytes_written_just_before_are_the_ones_sent]
-"""A CPU has no streams."""
+PLACE = scenarios.Place("gloo", "cpu", "cpu", 64_000_000)
+HERE = (
+    scenarios.used_again_and_again,
+    scenarios.member_killed_in_a_transfer,
+    scenarios.member_stopped_in_a_transfer,
+    scenarios.member_leaves_after_us,
+)
+"""A few: every member is a process that loads torch."""
 
 
 @pytest.mark.parametrize("scenario", HERE, ids=lambda scenario: scenario.__name__)
