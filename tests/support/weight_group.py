@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from services.common.devices import COLLECTIVE_ENV
 from services.common.process import free_port
 from services.rollout.core.engine_port import GroupSpec, TensorSpec
 
@@ -57,6 +59,8 @@ class TrainerSide:
         from torch.distributed import TCPStore
         from torch.distributed import distributed_c10d as c10d
 
+        if self.spec.backend == "nccl":
+            _prepare_nccl()
         wait = timedelta(seconds=seconds)
         store = TCPStore("127.0.0.1", self.spec.master_port, 2, True, wait, wait_for_workers=False)
         self._group, _ = c10d._new_process_group_helper(
@@ -108,10 +112,19 @@ class TrainerSide:
 
         self.abort()
         if self._group is not None:
-            torch.distributed.destroy_process_group(self._group)
+            with contextlib.suppress(RuntimeError):  # aborted
+                torch.distributed.destroy_process_group(self._group)
         self._group = None
         self._store = None
         gc.collect()
+
+
+def _prepare_nccl() -> None:
+    """What the trainer sets as well: agreement with the engine, and no watchdog that ends this process."""
+    from services.trainer.ranks.groups import NCCL_WATCHDOG_OFF
+
+    for name, value in (COLLECTIVE_ENV | NCCL_WATCHDOG_OFF).items():
+        os.environ.setdefault(name, value)
 
 
 def tensor_specs(tensors: dict) -> list[TensorSpec]:

@@ -3,9 +3,9 @@
     python -m services.rollout.adapters.sglang_cuda_launcher --model-path DIR ...
 
 takes the arguments of `sglang.launch_server`. Groups that SGLang joins wait half an hour for a missing member by
-default, and the scheduler stands still that long. TETRARCH_GROUP_TIMEOUT_SECONDS bounds it: a join in vain is given up
-and the engine serves again; a broadcast whose bytes never come ends the process (NCCL cannot take a kernel back), and
-the node starts another. Knows nothing of the node.
+default, and the scheduler stands still that long. TETRARCH_GROUP_TIMEOUT_SECONDS bounds it: a meeting in vain is given
+up and the engine serves again. A broadcast that began and whose bytes never come is not bounded: NCCL cannot take a
+kernel back, only the end of the process can. Knows nothing of the node.
 
 Invariant: SGLang's workers are spawned and run this module's top level again, as `__mp_main__`, before anything of
 SGLang is imported there: the bound holds in them.

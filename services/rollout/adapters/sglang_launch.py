@@ -75,6 +75,9 @@ CPU_ENV = {
 }
 CUDA_COLLECTIVE_ENV = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """NCCL breaks a group ("invalid argument") whose members differ in these."""
+NCCL_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch's watchdog would end an engine whose trainer died. An engine that hangs in its group is found as the node has
+it leave the group, and is replaced then."""
 
 CPU_RUNNING = 256
 CPU_CACHE_TOKENS = 65536
@@ -122,7 +125,8 @@ class SGLangFactory:
                 own_env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(spec.rank_count))
         else:
             arguments |= cuda_defaults(index, spec)
-            module, own_env, seconds = CUDA_LAUNCHER, dict(cuda_env), CUDA_START_SECONDS
+            unset = {name: value for name, value in NCCL_WATCHDOG_OFF.items() if name not in os.environ}
+            module, own_env, seconds = CUDA_LAUNCHER, cuda_env | unset, CUDA_START_SECONDS
         own_env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout)
         facts = EngineFacts(
             kind=self.kind,

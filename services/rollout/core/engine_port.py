@@ -264,8 +264,8 @@ class LaunchSpec:
     engine_count: int = 1
     """Engines of this node; they share devices when there are fewer."""
     group_timeout: float = 60.0
-    """Seconds an engine waits for the other members of a weight group. In vain for one to join: it gives up and serves
-    again. In vain for bytes: on CUDA its process ends, for a stuck NCCL kernel cannot be taken back."""
+    """Seconds an engine waits for the other members of a weight group before it gives up and serves again. Bytes that
+    NCCL began to wait for hold it up until it is replaced."""
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """Pass-through server arguments, snake_case or kebab-case."""
     simulated: Mapping[str, Any] = field(default_factory=dict)

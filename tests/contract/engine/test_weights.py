@@ -186,7 +186,7 @@ async def test_a_tensor_without_a_place_is_named_before_anything_is_sent(engine,
 
 
 async def test_a_trainer_that_dies_in_a_transfer_breaks_only_that_group(engine, engine_process, tensors):
-    """Before its first byte: once NCCL's kernel waits for bytes, only the engine's end ends it (`group_timeout`)."""
+    """Before its first byte: once NCCL's kernel waits for bytes, only the engine's end ends it."""
     trainer = engine_process.trainer_side(f"dying-{next(NUMBERS)}")
     await meet(engine, trainer)
     await engine.begin_update()
