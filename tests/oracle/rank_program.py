@@ -187,8 +187,9 @@ def softmax_differences() -> dict[str, float]:
     """Largest differences of log-probs, entropies and their gradients from a plain softmax in float64."""
     from megatron.core import parallel_state
 
-    from services.trainer.ranks.log_probs import log_probs_and_entropy
+    from services.trainer.ranks import log_probs
 
+    log_probs._CHUNK_ELEMENTS = 1000
     ranks, rank = _tensor_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
     shard = -(-VOCAB_SIZE // ranks)
     generator = torch.Generator().manual_seed(5)
@@ -201,7 +202,7 @@ def softmax_differences() -> dict[str, float]:
     (expected[0] @ weights[0].double() + expected[1] @ weights[1].double()).backward()
     own = full.chunk(ranks, -1)[rank].clone().requires_grad_()
     before = own.detach().clone()
-    got = log_probs_and_entropy(own, targets, vocab_size=VOCAB_SIZE, temperature=0.7)
+    got = log_probs.log_probs_and_entropy(own, targets, vocab_size=VOCAB_SIZE, temperature=0.7)
     (got[0] @ weights[0] + got[1] @ weights[1]).backward()
     gradient = torch.nn.functional.pad(plain.grad, (0, shard * ranks - VOCAB_SIZE)).chunk(ranks, -1)[rank]
     return {
