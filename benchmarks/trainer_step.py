@@ -4,7 +4,8 @@ Ours is what a rank does for TrainStep: fetch the samples of a real buffer, pack
 (`benchmarks.bare_megatron`) has the same weights and the same packs, made beforehand. Both run in one process, turn
 about; that their first losses and gradient norms agree shows that the work is the same.
 
-CPU: a rehearsal with a small random model. CUDA: `--model DIR` in bfloat16.
+CPU: a rehearsal with a small random model, without a bar for the ratio, which would measure the machine's other work.
+CUDA: `--model DIR` in bfloat16.
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ def figures_of(spec: RunSpec, turns: Sequence[Turn], first: Turn, device: str) -
         Figure("Tetrarch, without fetching", tokens / own, "tokens/s"),
         Figure("Tetrarch, with fetching", tokens / whole, "tokens/s"),
         Figure("bare Megatron-Core", tokens / bare, "tokens/s"),
-        Figure("Tetrarch : bare, without fetching", median(_ratio), "", ">= 0.97"),
+        Figure("Tetrarch : bare, without fetching", median(_ratio), "", ">= 0.97" if device == "cuda" else ""),
         Figure("Tetrarch : bare, with fetching", median(lambda t: t.bare / t.ours)),
         Figure("Tetrarch, model FLOP/s", flops / own / 1e12, "TFLOP/s"),
     ]
