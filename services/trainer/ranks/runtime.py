@@ -35,8 +35,10 @@ def start(layout: Layout, device: str, seed: int) -> torch.device:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         # A weight group that an engine's death broke must not end this process.
         os.environ.update(NCCL_WATCHDOG_OFF)
-        # Sequence parallelism counts on the order of launches. Read when the device's context is made.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if layout.tensor_parallel_size > 1:
+            # Overlap of communication and matrix products counts on the order of launches. Read when the device's
+            # context is made. Not set without need: streams of separate weight groups would share one queue.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         where = torch.device("cuda", layout.rank % torch.cuda.device_count())
         torch.cuda.set_device(where)
     else:
