@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from benchmarks.workspace import BENCH_DIR, history_of
 from examples.first_run import task as sums
 from examples.first_run.__main__ import CONFIGS, ROOT, Workspace
 from examples.word_problems import task as word_problems
+from services.common.devices import visible_gpus
 from services.console.adapters.chart import draw_rewards
 from services.console.core.history import History
 from services.console.core.report import time_split
@@ -50,7 +51,7 @@ COLUMNS = (
 """Metrics of a step that go into the CSV."""
 REHEARSAL = [
     "--no-bf16", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-tokens-per-gpu", "2048",
-    "--rollout-max-response-len", "8", "--n-samples-per-eval-prompt", "1", "--eval-interval", "1",
+    "--rollout-max-response-len", "16", "--n-samples-per-eval-prompt", "1", "--eval-interval", "1",
     "--sglang-attention-backend", "torch_native", "--sglang-mem-fraction-static", "0.1",
 ]  # fmt: skip
 
@@ -64,6 +65,7 @@ class Task:
     device: str
     steps: int
     seconds: float
+    more: Sequence[str] = ()
 
     @property
     def rehearsal(self) -> bool:
@@ -91,6 +93,7 @@ class Task:
             *("--seed", seed, "--rollout-seed", seed, "--num-rollout", str(self.steps), "--device", self.device),
             *(REHEARSAL if self.rehearsal else ()),
             *(() if self.words else ("--rollout-max-context-len", "64")),
+            *self.more,
         ]
 
 
@@ -102,7 +105,7 @@ def prepare(chosen: argparse.Namespace) -> Task:
     task.write_task(path / "data", chosen.seed)
     model = (chosen.model or random_model(BENCH_DIR / "random-model")).absolute()
     steps = chosen.steps or (2 if chosen.device == "cpu" else 60)
-    return Task(Workspace(path, chosen.seed), model, chosen.device, steps, chosen.limit)
+    return Task(Workspace(path, chosen.seed), model, chosen.device, steps, chosen.limit, chosen.more)
 
 
 @contextlib.contextmanager
@@ -111,6 +114,8 @@ def tiers(task: Task) -> Iterator[StateDir]:
     state, log = StateDir(task.workspace.state), task.workspace.path / "up.log"
     ports = [part for name, port in asdict(Ports.free()).items() for part in (f"--{name}-port", str(port))]
     command = [sys.executable, "-m", "services.console", "up", "--state-dir", str(state.path), *ports]
+    if task.device == "cuda":
+        command += ["--trainer-gpus", visible_gpus()[0], "--rollout-gpus", visible_gpus()[1]]
     with log.open("a") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -254,7 +259,10 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--limit", type=float, default=1500.0, help="longest time of the run in seconds")
     options.add_argument("--no-greedy", action="store_true", help="leave transformers' second opinion out")
+    options.add_argument("more", nargs="*", help="after --: further flags of `tetrarch train`, as -- --lr 2e-5")
     chosen = options.parse_args()
+    if chosen.device == "cuda" and len(visible_gpus()) < 2:
+        options.error(f"--device cuda needs two GPUs, one to train and one to generate; visible: {len(visible_gpus())}")
     if chosen.device == "cuda" and not chosen.model:
         options.error("--device cuda needs --model DIR; examples/word_problems/README.md says how to make it")
     task = prepare(chosen)
@@ -276,7 +284,13 @@ def main() -> int:
     files = write_curve(task, history, chosen.json)
     print("rehearsal: nothing is learnt, and no bar is on learning" if task.rehearsal else "", *files, sep="\n")
     series = {name: [value for _, value in history.series(name)] for name in COLUMNS}
-    context = {"device": task.device, "model": task.model.name, "seed": chosen.seed, "rehearsal": task.rehearsal}
+    context = {
+        "device": task.device,
+        "model": task.model.name,
+        "seed": chosen.seed,
+        "rehearsal": task.rehearsal,
+        "more": chosen.more,
+    }
     curve = history.evaluation_series()["heldout"]
     return finish("first_light", figures, chosen.json, heldout=curve, series=series, **context)
 
