@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import yaml
+
 from benchmarks.checkpoints import random_model
 from benchmarks.held_weights import Held, compare
 from benchmarks.kill_and_resume import trained_rows
@@ -232,7 +234,7 @@ def time_figures(history: History, seconds: float) -> list[Figure]:
 def accounting(task: Task) -> list[Figure]:
     """Every prompt once, as the buffer has it."""
     rows = asyncio.run(trained_rows(task.workspace, RUN_ID))
-    batch = 4 if task.rehearsal else 32
+    batch = yaml.safe_load((task.run_dir / "run.yaml").read_text())["rollout"]["rollout_batch_size"]
     return [
         Figure("prompts trained", len(rows), "", f"== {task.steps * batch}"),
         Figure("prompts trained more than once", sum(count > 1 for count in rows.values()), "", "== 0"),
