@@ -1,7 +1,7 @@
 """`python -m benchmarks.engine_kill [--device cuda --model DIR]`: one of two engines is SIGKILLed while it serves.
 
 Training must go on, the router must stop using the engine, the engine must come back with the current weights, and at
-the end every prompt must have been trained exactly once.
+the end every prompt of the steps must have been trained exactly once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ from services.console.core.history import METRICS_FILE
 from services.console.tiers import ALL
 
 RUN_FILES = {"cpu": "first_run_grpo.yaml", "cuda": "smollm2_grpo.yaml"}
-STEPS = {"simulated": 30, "cpu": 70, "cuda": 50}
+STEPS = {"simulated": 30, "cpu": 70, "cuda": 300}
+STOP_AFTER = {"cpu": None, "cuda": 5}
+"""Steps with the engine back, after which the run is stopped; None trains the whole epoch."""
 KILL_AFTER = 6
 START_SECONDS, END_SECONDS = 400.0, 420.0
 _POLL = 0.05
@@ -68,6 +70,15 @@ class Outage:
     """What node and router counted during the outage."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """When each step ended, in wall time; how often every row was trained; how many prompts were given up."""
+
+    ends: list[float]
+    rows: collections.Counter[int]
+    evicted: int
+
+
 class Watched:
     """A run and its node, seen from outside."""
 
@@ -86,6 +97,21 @@ class Watched:
         )
         trainer = TrainerServiceStub(self._channels["trainer"])
         await trainer.StartRun(trainer_pb.StartRunRequest(run_id=self.spec.run_id), timeout=60)
+
+    async def stop_after(self, steps: int) -> None:
+        """Has the trainer end the run when so many more steps are done."""
+        until, deadline = len(self.steps()) + steps, time.monotonic() + END_SECONDS
+        while len(self.steps()) < until and (await self.run()).state == run_pb2.RUN_STATE_ACTIVE:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"No {steps} steps came: {(await self.node()).problem or 'the node sees no problem'}")
+            await asyncio.sleep(_POLL)
+        trainer = TrainerServiceStub(self._channels["trainer"])
+        await trainer.StopRun(trainer_pb.StopRunRequest(run_id=self.spec.run_id), timeout=60)
+
+    async def evicted(self) -> int:
+        """Prompts that were given up."""
+        request = buffer_pb.GetStatsRequest(run_id=self.spec.run_id)
+        return (await self.buffer.GetStats(request, timeout=10)).stats.evicted_count
 
     async def run(self) -> run_pb2.Run:
         """The run now."""
@@ -248,10 +274,10 @@ def make_spec(chosen: argparse.Namespace, directory: Path, model: Path) -> RunSp
     return RunSpec.model_validate(run | {"data": data, "rollout": rollout, "trainer": trainer})
 
 
-def figures_of(spec: RunSpec, outage: Outage, ends: list[float], rows: collections.Counter[int]) -> list[Figure]:
-    """The table."""
-    never = float("inf")
-    prompts = spec.rollout.num_rollout * spec.rollout.rollout_batch_size
+def figures_of(spec: RunSpec, outage: Outage, trained: Trained, *, whole: bool) -> list[Figure]:
+    """The table. `whole`: the run went on to the end of the epoch."""
+    never, ends, counts = float("inf"), trained.ends, trained.rows.values()
+    prompts = len(ends) * spec.rollout.rollout_batch_size
     gaps = [(after, after - before) for before, after in itertools.pairwise(ends)]
     until = outage.killed_at + (outage.serving or never)
     during = [gap for end, gap in gaps if outage.killed_at < end and end - gap < until]
@@ -274,25 +300,27 @@ def figures_of(spec: RunSpec, outage: Outage, ends: list[float], rows: collectio
         Figure("steps during the outage", sum(outage.killed_at < end <= until for end in ends), "", ">= 1"),
         Figure("gap between steps, median without the outage", median, "s"),
         Figure("gap between steps, longest in the outage", max(during, default=never), "s", f"<= {median + 15:.1f}"),
-        Figure("steps at the end", len(ends), "", f"== {spec.rollout.num_rollout}"),
-        Figure("prompts trained once", sum(count == 1 for count in rows.values()), "", f"== {prompts}"),
-        Figure("prompts trained more than once", sum(count > 1 for count in rows.values()), "", "== 0"),
-        Figure("prompts never trained", prompts - len(rows), "", "== 0"),
+        Figure("steps at the end", len(ends), "", f"== {spec.rollout.num_rollout}" if whole else ""),
+        Figure("prompts of these steps, trained once", sum(count == 1 for count in counts), "", f"== {prompts}"),
+        Figure("prompts trained more than once", sum(count > 1 for count in counts), "", "== 0"),
+        Figure("prompts given up", trained.evicted, "", "== 0"),
     ]
 
 
-async def measure(spec: RunSpec) -> tuple[Outage, list[float], collections.Counter[int]]:
-    """The run with its outage; → what happened, when steps ended, what was trained."""
+async def measure(spec: RunSpec, stop_after: int | None) -> tuple[Outage, Trained]:
+    """The run with its outage; → what happened, what was trained."""
     async with started(layout_in(Path(spec.directory)), ALL) as tiers:
         watched = Watched(spec, tiers)
         await watched.start()
         outage = await kill_one(watched)
+        if stop_after:
+            await watched.stop_after(stop_after)
         run = await watched.until_ended()
-        if run.state != run_pb2.RUN_STATE_FINISHED:
+        if run.state not in (run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_STOPPED):
             print(f"The run ended early: {run.reason}")
-        rows = await watched.trained_rows()
+        trained = Trained(watched.steps(), await watched.trained_rows(), await watched.evicted())
         await watched.close()
-    return outage, watched.steps(), rows
+    return outage, trained
 
 
 def main() -> int:
@@ -303,11 +331,13 @@ def main() -> int:
     made.add_argument("--run-file", type=Path, help="whose engine and trainer settings are used")
     made.add_argument("--engine", choices=("sglang", "simulated"), help="simulated on the CPU, sglang on CUDA")
     made.add_argument("--steps", type=int, help="of the run; the engine must be back before they are done")
+    made.add_argument("--stop-after", type=int, help="steps with the engine back, then the run is stopped")
     chosen = made.parse_args()
     if chosen.device == "cuda" and not chosen.model:
         made.error("--device cuda needs --model DIR")
     chosen.engine = chosen.engine or {"cpu": "simulated", "cuda": "sglang"}[chosen.device]
     chosen.steps = chosen.steps or STEPS[chosen.device if chosen.engine == "sglang" else "simulated"]
+    chosen.stop_after = chosen.stop_after or STOP_AFTER[chosen.device]
     chosen.run_file = chosen.run_file or CONFIGS / RUN_FILES[chosen.device]
     directory = (BENCH_DIR / f"engine-kill-{uuid.uuid4().hex[:6]}").absolute()
     directory.mkdir(parents=True)
@@ -315,9 +345,10 @@ def main() -> int:
     if not chosen.model:
         model = endless_copy(model, directory / "model", positions=256)
     spec = make_spec(chosen, directory, model)
-    outage, ends, rows = asyncio.run(measure(spec))
-    context: dict[str, Any] = {"device": chosen.device, "engine": chosen.engine, "outage": vars(outage), "ends": ends}
-    return finish("engine_kill", figures_of(spec, outage, ends, rows), chosen.json, **context)
+    outage, trained = asyncio.run(measure(spec, chosen.stop_after))
+    figures = figures_of(spec, outage, trained, whole=not chosen.stop_after)
+    context: dict[str, Any] = {"device": chosen.device, "engine": chosen.engine, "outage": vars(outage)}
+    return finish("engine_kill", figures, chosen.json, **context, ends=trained.ends)
 
 
 if __name__ == "__main__":

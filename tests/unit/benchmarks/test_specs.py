@@ -98,8 +98,8 @@ def test_an_outage_is_judged_by_the_steps_that_touch_it(tmp_path):
     ends = [0.0, 1.0, 2.0, 3.0, 4.0, 9.0, 10.0, 11.0, 12.0]
     outage = engine_kill.Outage("e-1", 4.5, 5, out_of_router=0.1, up=4.0, serving=5.0, version=6, published=6)
     outage.said_by_engine = "6"
-    rows = engine_kill.collections.Counter(range(72))
-    figures = {figure.name.strip(): figure for figure in engine_kill.figures_of(spec, outage, ends, rows)}
+    trained = engine_kill.Trained(ends, engine_kill.collections.Counter(range(72)), 0)
+    figures = {one.name.strip(): one for one in engine_kill.figures_of(spec, outage, trained, whole=True)}
     assert all(figure.passed for figure in figures.values())
     assert figures["gap between steps, longest in the outage"].value == 5.0
     assert figures["gap between steps, median without the outage"].value == 1.0
