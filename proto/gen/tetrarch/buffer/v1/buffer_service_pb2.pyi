@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tetrarch.buffer.v1 import run_pb2 as _run_pb2
 from tetrarch.common.v1 import sample_pb2 as _sample_pb2
+from tetrarch.common.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -282,6 +283,54 @@ class FinishRunResponse(_message.Message):
 Global___FinishRunResponse: _TypeAlias = FinishRunResponse  # noqa: Y015
 
 @_typing.final
+class DeleteRunRequest(_message.Message):
+    """Request of DeleteRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    force: _builtins.bool
+    """Delete it even while it is active; its nodes and trainer find it gone."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """Response of DeleteRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_COUNT_FIELD_NUMBER: _builtins.int
+    key_count: _builtins.int
+    """Keys that were deleted."""
+    def __init__(
+        self,
+        *,
+        key_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_count", b"key_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
+
+@_typing.final
 class BeginSessionRequest(_message.Message):
     """Request of BeginSession."""
 
@@ -390,6 +439,7 @@ class PromptLease(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease."""
     attempt: _builtins.int
@@ -398,16 +448,21 @@ class PromptLease(_message.Message):
     def prompt(self) -> _sample_pb2.Prompt:
         """The prompt."""
 
+    @_builtins.property
+    def partial(self) -> _sample_pb2.Group:
+        """What an earlier lease had produced when it was given back; continue from it."""
+
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         prompt: _sample_pb2.Prompt | None = ...,
         attempt: _builtins.int = ...,
+        partial: _sample_pb2.Group | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["partial", b"partial", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_id", b"lease_id", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_id", b"lease_id", "partial", b"partial", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,6 +575,7 @@ class ReleaseLeasesRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     EVICT_REASON_FIELD_NUMBER: _builtins.int
+    PARTIAL_GROUPS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     evict_reason: _builtins.str
@@ -528,16 +584,21 @@ class ReleaseLeasesRequest(_message.Message):
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leases to give back."""
 
+    @_builtins.property
+    def partial_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedGroup]:
+        """What was produced so far under some of the leases: whole samples, and ABORTED ones to be continued."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         evict_reason: _builtins.str = ...,
+        partial_groups: _abc.Iterable[Global___LeasedGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evict_reason", b"evict_reason", "lease_ids", b"lease_ids", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evict_reason", b"evict_reason", "lease_ids", b"lease_ids", "partial_groups", b"partial_groups", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -870,6 +931,141 @@ class FetchSamplesResponse(_message.Message):
 Global___FetchSamplesResponse: _TypeAlias = FetchSamplesResponse  # noqa: Y015
 
 @_typing.final
+class PutSidePayloadRequest(_message.Message):
+    """Request of PutSidePayload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    ROW_START_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    lease_id: _builtins.str
+    """Lease of the sample's prompt."""
+    sample_id: _builtins.str
+    """Sample."""
+    row_start: _builtins.int
+    """First row of `rows`."""
+    @_builtins.property
+    def payload(self) -> _sample_pb2.SidePayload:
+        """The whole payload."""
+
+    @_builtins.property
+    def rows(self) -> _tensor_pb2.Tensor:
+        """Consecutive rows; keep the request below 8 MiB."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        lease_id: _builtins.str = ...,
+        sample_id: _builtins.str = ...,
+        payload: _sample_pb2.SidePayload | None = ...,
+        row_start: _builtins.int = ...,
+        rows: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "payload", b"payload", "row_start", b"row_start", "rows", b"rows", "run_id", b"run_id", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutSidePayloadRequest: _TypeAlias = PutSidePayloadRequest  # noqa: Y015
+
+@_typing.final
+class PutSidePayloadResponse(_message.Message):
+    """Response of PutSidePayload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutSidePayloadResponse: _TypeAlias = PutSidePayloadResponse  # noqa: Y015
+
+@_typing.final
+class FetchSidePayloadsRequest(_message.Message):
+    """Request of FetchSidePayloads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ROW_START_FIELD_NUMBER: _builtins.int
+    ROW_END_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    name: _builtins.str
+    """Name of the payload."""
+    row_start: _builtins.int
+    """First row wanted."""
+    row_end: _builtins.int
+    """One past the last row wanted; 0 means all."""
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Samples."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+        name: _builtins.str = ...,
+        row_start: _builtins.int = ...,
+        row_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "row_end", b"row_end", "row_start", b"row_start", "run_id", b"run_id", "sample_ids", b"sample_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSidePayloadsRequest: _TypeAlias = FetchSidePayloadsRequest  # noqa: Y015
+
+@_typing.final
+class FetchSidePayloadsResponse(_message.Message):
+    """Rows of one sample's payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    ROW_START_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Sample."""
+    row_start: _builtins.int
+    """First row of `rows`."""
+    @_builtins.property
+    def rows(self) -> _tensor_pb2.Tensor:
+        """Consecutive rows."""
+
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        row_start: _builtins.int = ...,
+        rows: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row_start", b"row_start", "rows", b"rows", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSidePayloadsResponse: _TypeAlias = FetchSidePayloadsResponse  # noqa: Y015
+
+@_typing.final
 class CommitStepRequest(_message.Message):
     """Request of CommitStep."""
 
@@ -1179,6 +1375,62 @@ class GetStatsResponse(_message.Message):
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
+class WatchStatsRequest(_message.Message):
+    """Request of WatchStats."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MIN_INTERVAL_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    @_builtins.property
+    def min_interval(self) -> _duration_pb2.Duration:
+        """Shortest time between two answers; 0 means one second."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        min_interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStatsRequest: _TypeAlias = WatchStatsRequest  # noqa: Y015
+
+@_typing.final
+class WatchStatsResponse(_message.Message):
+    """Counts at a moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    state: _run_pb2.RunState.ValueType
+    """State of the run; the stream ends after one that is not ACTIVE."""
+    @_builtins.property
+    def stats(self) -> _run_pb2.RunStats:
+        """Counts."""
+
+    def __init__(
+        self,
+        *,
+        stats: _run_pb2.RunStats | None = ...,
+        state: _run_pb2.RunState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "stats", b"stats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStatsResponse: _TypeAlias = WatchStatsResponse  # noqa: Y015
+
+@_typing.final
 class ListGroupsRequest(_message.Message):
     """Request of ListGroups."""
 
@@ -1189,6 +1441,9 @@ class ListGroupsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    EVICT_REASONS_FIELD_NUMBER: _builtins.int
+    DATASET_FIELD_NUMBER: _builtins.int
+    MIN_ORDINAL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     page_size: _builtins.int
@@ -1197,9 +1452,17 @@ class ListGroupsRequest(_message.Message):
     """`next_page_token` of the page before."""
     step: _builtins.int
     """Only groups of this step when set."""
+    dataset: _builtins.str
+    """Only groups of this data set of a mixture when set."""
+    min_ordinal: _builtins.int
+    """Only groups with this ordinal or a higher one."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_run_pb2.GroupState.ValueType]:
         """Only groups in these states; empty means all."""
+
+    @_builtins.property
+    def evict_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only groups evicted for one of these reasons; empty means all."""
 
     def __init__(
         self,
@@ -1209,10 +1472,13 @@ class ListGroupsRequest(_message.Message):
         page_token: _builtins.str = ...,
         states: _abc.Iterable[_run_pb2.GroupState.ValueType] | None = ...,
         step: _builtins.int | None = ...,
+        evict_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        dataset: _builtins.str = ...,
+        min_ordinal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "states", b"states", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "evict_reasons", b"evict_reasons", "min_ordinal", b"min_ordinal", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "states", b"states", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

@@ -58,6 +58,11 @@ class BufferServiceStub:
                 request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FinishRunRequest.SerializeToString,
                 response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FinishRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/tetrarch.buffer.v1.BufferService/DeleteRun',
+                request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.BeginSession = channel.unary_unary(
                 '/tetrarch.buffer.v1.BufferService/BeginSession',
                 request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.BeginSessionRequest.SerializeToString,
@@ -82,6 +87,16 @@ class BufferServiceStub:
                 '/tetrarch.buffer.v1.BufferService/PutGroups',
                 request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutGroupsRequest.SerializeToString,
                 response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutGroupsResponse.FromString,
+                _registered_method=True)
+        self.PutSidePayload = channel.unary_unary(
+                '/tetrarch.buffer.v1.BufferService/PutSidePayload',
+                request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutSidePayloadRequest.SerializeToString,
+                response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutSidePayloadResponse.FromString,
+                _registered_method=True)
+        self.FetchSidePayloads = channel.unary_stream(
+                '/tetrarch.buffer.v1.BufferService/FetchSidePayloads',
+                request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FetchSidePayloadsRequest.SerializeToString,
+                response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FetchSidePayloadsResponse.FromString,
                 _registered_method=True)
         self.TakeBatch = channel.unary_unary(
                 '/tetrarch.buffer.v1.BufferService/TakeBatch',
@@ -122,6 +137,11 @@ class BufferServiceStub:
                 '/tetrarch.buffer.v1.BufferService/GetStats',
                 request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.WatchStats = channel.unary_stream(
+                '/tetrarch.buffer.v1.BufferService/WatchStats',
+                request_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.WatchStatsRequest.SerializeToString,
+                response_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.WatchStatsResponse.FromString,
                 _registered_method=True)
         self.ListGroups = channel.unary_unary(
                 '/tetrarch.buffer.v1.BufferService/ListGroups',
@@ -177,6 +197,14 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """Deletes everything the store holds of a run. Deleting an unknown run is not an error.
+        Errors: RUN_ACTIVE (FAILED_PRECONDITION) unless `force`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def BeginSession(self, request, context):
         """Opens a trainer session: fences all earlier trainers of the run. Errors: RUN_FINISHED.
         """
@@ -211,6 +239,21 @@ class BufferServiceServicer:
         """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
         and others refused. Putting the same group again is a DUPLICATE, which is fine.
         Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutSidePayload(self, request, context):
+        """Stores rows of a large tensor of a sample whose prompt is leased, before PutGroups names it in the sample.
+        Errors: LEASE_LOST, STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchSidePayloads(self, request, context):
+        """Streams rows of one side payload of samples. Errors: SAMPLE_NOT_FOUND, PAYLOAD_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,6 +320,13 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchStats(self, request, context):
+        """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListGroups(self, request, context):
         """Lists groups in order of ordinal, without token payload. Does not wait.
         """
@@ -322,6 +372,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FinishRunRequest.FromString,
                     response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FinishRunResponse.SerializeToString,
             ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.DeleteRunRequest.FromString,
+                    response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.DeleteRunResponse.SerializeToString,
+            ),
             'BeginSession': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginSession,
                     request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.BeginSessionRequest.FromString,
@@ -346,6 +401,16 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.PutGroups,
                     request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutGroupsRequest.FromString,
                     response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutGroupsResponse.SerializeToString,
+            ),
+            'PutSidePayload': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutSidePayload,
+                    request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutSidePayloadRequest.FromString,
+                    response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutSidePayloadResponse.SerializeToString,
+            ),
+            'FetchSidePayloads': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchSidePayloads,
+                    request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FetchSidePayloadsRequest.FromString,
+                    response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FetchSidePayloadsResponse.SerializeToString,
             ),
             'TakeBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeBatch,
@@ -386,6 +451,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.GetStatsRequest.FromString,
                     response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'WatchStats': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStats,
+                    request_deserializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.WatchStatsRequest.FromString,
+                    response_serializer=tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.WatchStatsResponse.SerializeToString,
             ),
             'ListGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroups,
@@ -526,6 +596,33 @@ class BufferService:
             _registered_method=True)
 
     @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tetrarch.buffer.v1.BufferService/DeleteRun',
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.DeleteRunRequest.SerializeToString,
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def BeginSession(request,
             target,
             options=(),
@@ -650,6 +747,60 @@ class BufferService:
             '/tetrarch.buffer.v1.BufferService/PutGroups',
             tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutGroupsRequest.SerializeToString,
             tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutSidePayload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tetrarch.buffer.v1.BufferService/PutSidePayload',
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutSidePayloadRequest.SerializeToString,
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.PutSidePayloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchSidePayloads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tetrarch.buffer.v1.BufferService/FetchSidePayloads',
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FetchSidePayloadsRequest.SerializeToString,
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.FetchSidePayloadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -866,6 +1017,33 @@ class BufferService:
             '/tetrarch.buffer.v1.BufferService/GetStats',
             tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.GetStatsRequest.SerializeToString,
             tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tetrarch.buffer.v1.BufferService/WatchStats',
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.WatchStatsRequest.SerializeToString,
+            tetrarch_dot_buffer_dot_v1_dot_buffer__service__pb2.WatchStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

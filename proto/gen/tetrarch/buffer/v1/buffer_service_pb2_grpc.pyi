@@ -48,6 +48,10 @@ class BufferServiceStub:
     """Lists the runs of the store, the one opened last first. Does not wait."""
     FinishRun: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.FinishRunRequest, _buffer_service_pb2.FinishRunResponse]
     """Ends a run with a state and a reason. Ending twice keeps the first end."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.DeleteRunRequest, _buffer_service_pb2.DeleteRunResponse]
+    """Deletes everything the store holds of a run. Deleting an unknown run is not an error.
+    Errors: RUN_ACTIVE (FAILED_PRECONDITION) unless `force`.
+    """
     BeginSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.BeginSessionRequest, _buffer_service_pb2.BeginSessionResponse]
     """Opens a trainer session: fences all earlier trainers of the run. Errors: RUN_FINISHED."""
     LeasePrompts: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.LeasePromptsRequest, _buffer_service_pb2.LeasePromptsResponse]
@@ -65,6 +69,12 @@ class BufferServiceStub:
     and others refused. Putting the same group again is a DUPLICATE, which is fine.
     Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
     """
+    PutSidePayload: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PutSidePayloadRequest, _buffer_service_pb2.PutSidePayloadResponse]
+    """Stores rows of a large tensor of a sample whose prompt is leased, before PutGroups names it in the sample.
+    Errors: LEASE_LOST, STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+    """
+    FetchSidePayloads: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchSidePayloadsRequest, _buffer_service_pb2.FetchSidePayloadsResponse]
+    """Streams rows of one side payload of samples. Errors: SAMPLE_NOT_FOUND, PAYLOAD_NOT_FOUND."""
     TakeBatch: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]
     """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
     are too few after `max_wait`. The same step asked again returns the same groups.
@@ -90,6 +100,8 @@ class BufferServiceStub:
     """Makes a weight version the current one: admission and staleness count from it. Errors: FENCED."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]
     """Counts of a run. Does not wait."""
+    WatchStats: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.WatchStatsRequest, _buffer_service_pb2.WatchStatsResponse]
+    """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ListGroupsRequest, _buffer_service_pb2.ListGroupsResponse]
     """Lists groups in order of ordinal, without token payload. Does not wait."""
     GetGroup: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetGroupRequest, _buffer_service_pb2.GetGroupResponse]
@@ -119,6 +131,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """Lists the runs of the store, the one opened last first. Does not wait."""
     FinishRun: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.FinishRunRequest, _buffer_service_pb2.FinishRunResponse]  # type: ignore[assignment]
     """Ends a run with a state and a reason. Ending twice keeps the first end."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.DeleteRunRequest, _buffer_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Deletes everything the store holds of a run. Deleting an unknown run is not an error.
+    Errors: RUN_ACTIVE (FAILED_PRECONDITION) unless `force`.
+    """
     BeginSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.BeginSessionRequest, _buffer_service_pb2.BeginSessionResponse]  # type: ignore[assignment]
     """Opens a trainer session: fences all earlier trainers of the run. Errors: RUN_FINISHED."""
     LeasePrompts: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.LeasePromptsRequest, _buffer_service_pb2.LeasePromptsResponse]  # type: ignore[assignment]
@@ -136,6 +152,12 @@ class BufferServiceAsyncStub(BufferServiceStub):
     and others refused. Putting the same group again is a DUPLICATE, which is fine.
     Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
     """
+    PutSidePayload: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PutSidePayloadRequest, _buffer_service_pb2.PutSidePayloadResponse]  # type: ignore[assignment]
+    """Stores rows of a large tensor of a sample whose prompt is leased, before PutGroups names it in the sample.
+    Errors: LEASE_LOST, STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+    """
+    FetchSidePayloads: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchSidePayloadsRequest, _buffer_service_pb2.FetchSidePayloadsResponse]  # type: ignore[assignment]
+    """Streams rows of one side payload of samples. Errors: SAMPLE_NOT_FOUND, PAYLOAD_NOT_FOUND."""
     TakeBatch: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]  # type: ignore[assignment]
     """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
     are too few after `max_wait`. The same step asked again returns the same groups.
@@ -161,6 +183,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """Makes a weight version the current one: admission and staleness count from it. Errors: FENCED."""
     GetStats: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts of a run. Does not wait."""
+    WatchStats: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.WatchStatsRequest, _buffer_service_pb2.WatchStatsResponse]  # type: ignore[assignment]
+    """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ListGroupsRequest, _buffer_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists groups in order of ordinal, without token payload. Does not wait."""
     GetGroup: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetGroupRequest, _buffer_service_pb2.GetGroupResponse]  # type: ignore[assignment]
@@ -213,6 +237,16 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a run with a state and a reason. Ending twice keeps the first end."""
 
     @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _buffer_service_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.DeleteRunResponse, _abc.Awaitable[_buffer_service_pb2.DeleteRunResponse]]:
+        """Deletes everything the store holds of a run. Deleting an unknown run is not an error.
+        Errors: RUN_ACTIVE (FAILED_PRECONDITION) unless `force`.
+        """
+
+    @_abc_1.abstractmethod
     def BeginSession(
         self,
         request: _buffer_service_pb2.BeginSessionRequest,
@@ -258,6 +292,24 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         and others refused. Putting the same group again is a DUPLICATE, which is fine.
         Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
         """
+
+    @_abc_1.abstractmethod
+    def PutSidePayload(
+        self,
+        request: _buffer_service_pb2.PutSidePayloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_service_pb2.PutSidePayloadResponse, _abc.Awaitable[_buffer_service_pb2.PutSidePayloadResponse]]:
+        """Stores rows of a large tensor of a sample whose prompt is leased, before PutGroups names it in the sample.
+        Errors: LEASE_LOST, STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+        """
+
+    @_abc_1.abstractmethod
+    def FetchSidePayloads(
+        self,
+        request: _buffer_service_pb2.FetchSidePayloadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_buffer_service_pb2.FetchSidePayloadsResponse], _abc.AsyncIterator[_buffer_service_pb2.FetchSidePayloadsResponse]]:
+        """Streams rows of one side payload of samples. Errors: SAMPLE_NOT_FOUND, PAYLOAD_NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def TakeBatch(
@@ -331,6 +383,14 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.GetStatsResponse, _abc.Awaitable[_buffer_service_pb2.GetStatsResponse]]:
         """Counts of a run. Does not wait."""
+
+    @_abc_1.abstractmethod
+    def WatchStats(
+        self,
+        request: _buffer_service_pb2.WatchStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_buffer_service_pb2.WatchStatsResponse], _abc.AsyncIterator[_buffer_service_pb2.WatchStatsResponse]]:
+        """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends."""
 
     @_abc_1.abstractmethod
     def ListGroups(

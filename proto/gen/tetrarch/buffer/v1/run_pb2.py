@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctetrarch/buffer/v1/run.proto\x12\x12tetrarch.buffer.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa9\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.tetrarch.buffer.v1.RunState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\x06 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x07 \x01(\x03\x12\x17\n\x0f\x63heckpoint_path\x18\x08 \x01(\t\x12\x15\n\rtrainer_epoch\x18\t \x01(\x03\x12\x18\n\x10reserved_version\x18\n \x01(\x03\x12\x11\n\tspec_json\x18\x0b \x01(\t\"\xc2\x04\n\x08RunStats\x12\x13\n\x0b\x64rawn_count\x18\x01 \x01(\x03\x12\x15\n\rpending_count\x18\x02 \x01(\x03\x12\x14\n\x0cleased_count\x18\x03 \x01(\x03\x12\x13\n\x0bready_count\x18\x04 \x01(\x03\x12\x16\n\x0ereserved_count\x18\x05 \x01(\x03\x12\x16\n\x0e\x63onsumed_count\x18\x06 \x01(\x03\x12\x15\n\revicted_count\x18\x07 \x01(\x03\x12L\n\x11\x65victed_by_reason\x18\x08 \x03(\x0b\x32\x31.tetrarch.buffer.v1.RunStats.EvictedByReasonEntry\x12\x1b\n\x13lease_expired_count\x18\t \x01(\x03\x12\x13\n\x0bstale_count\x18\n \x01(\x03\x12Q\n\x13staleness_histogram\x18\x0b \x03(\x0b\x32\x34.tetrarch.buffer.v1.RunStats.StalenessHistogramEntry\x12\x10\n\x08\x63\x61pacity\x18\x0c \x01(\x03\x12\x15\n\rpayload_bytes\x18\r \x01(\x03\x12\x16\n\x0epolicy_version\x18\x0e \x01(\x03\x12\x11\n\trow_count\x18\x0f \x01(\x03\x1a\x36\n\x14\x45victedByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x39\n\x17StalenessHistogramEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xeb\x02\n\tGroupInfo\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12-\n\x05state\x18\x04 \x01(\x0e\x32\x1e.tetrarch.buffer.v1.GroupState\x12\x11\n\x04step\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06\x63\x61ller\x18\x06 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0c\x65vict_reason\x18\x08 \x01(\t\x12\x13\n\x0blease_count\x18\t \x01(\x03\x12\x18\n\x0bmin_version\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07rewards\x18\x0b \x03(\x01\x12!\n\x14mean_response_length\x18\x0c \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_stepB\x0e\n\x0c_min_versionB\x17\n\x15_mean_response_length*\x80\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_ACTIVE\x10\x01\x12\x16\n\x12RUN_STATE_FINISHED\x10\x02\x12\x14\n\x10RUN_STATE_FAILED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04*\xbe\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_PENDING\x10\x01\x12\x16\n\x12GROUP_STATE_LEASED\x10\x02\x12\x15\n\x11GROUP_STATE_READY\x10\x03\x12\x18\n\x14GROUP_STATE_RESERVED\x10\x04\x12\x18\n\x14GROUP_STATE_CONSUMED\x10\x05\x12\x17\n\x13GROUP_STATE_EVICTED\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctetrarch/buffer/v1/run.proto\x12\x12tetrarch.buffer.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xde\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.tetrarch.buffer.v1.RunState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\x06 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x07 \x01(\x03\x12\x17\n\x0f\x63heckpoint_path\x18\x08 \x01(\t\x12\x15\n\rtrainer_epoch\x18\t \x01(\x03\x12\x18\n\x10reserved_version\x18\n \x01(\x03\x12\x11\n\tspec_json\x18\x0b \x01(\t\x12\x33\n\x0b\x63heckpoints\x18\x0c \x03(\x0b\x32\x1e.tetrarch.buffer.v1.Checkpoint\"B\n\nCheckpoint\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x18\n\x10\x66rontier_ordinal\x18\x03 \x01(\x03\"\x83\x07\n\x08RunStats\x12\x13\n\x0b\x64rawn_count\x18\x01 \x01(\x03\x12\x15\n\rpending_count\x18\x02 \x01(\x03\x12\x14\n\x0cleased_count\x18\x03 \x01(\x03\x12\x13\n\x0bready_count\x18\x04 \x01(\x03\x12\x16\n\x0ereserved_count\x18\x05 \x01(\x03\x12\x16\n\x0e\x63onsumed_count\x18\x06 \x01(\x03\x12\x15\n\revicted_count\x18\x07 \x01(\x03\x12L\n\x11\x65victed_by_reason\x18\x08 \x03(\x0b\x32\x31.tetrarch.buffer.v1.RunStats.EvictedByReasonEntry\x12\x1b\n\x13lease_expired_count\x18\t \x01(\x03\x12\x13\n\x0bstale_count\x18\n \x01(\x03\x12Q\n\x13staleness_histogram\x18\x0b \x03(\x0b\x32\x34.tetrarch.buffer.v1.RunStats.StalenessHistogramEntry\x12\x10\n\x08\x63\x61pacity\x18\x0c \x01(\x03\x12\x15\n\rpayload_bytes\x18\r \x01(\x03\x12\x16\n\x0epolicy_version\x18\x0e \x01(\x03\x12\x11\n\trow_count\x18\x0f \x01(\x03\x12N\n\x12oldest_age_seconds\x18\x10 \x03(\x0b\x32\x32.tetrarch.buffer.v1.RunStats.OldestAgeSecondsEntry\x12J\n\x10\x64rawn_by_dataset\x18\x11 \x03(\x0b\x32\x30.tetrarch.buffer.v1.RunStats.DrawnByDatasetEntry\x12\x18\n\x10store_used_bytes\x18\x12 \x01(\x03\x12\x19\n\x11store_limit_bytes\x18\x13 \x01(\x03\x1a\x36\n\x14\x45victedByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x39\n\x17StalenessHistogramEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x37\n\x15OldestAgeSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x35\n\x13\x44rawnByDatasetEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xfc\x02\n\tGroupInfo\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12-\n\x05state\x18\x04 \x01(\x0e\x32\x1e.tetrarch.buffer.v1.GroupState\x12\x11\n\x04step\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06\x63\x61ller\x18\x06 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0c\x65vict_reason\x18\x08 \x01(\t\x12\x13\n\x0blease_count\x18\t \x01(\x03\x12\x18\n\x0bmin_version\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07rewards\x18\x0b \x03(\x01\x12!\n\x14mean_response_length\x18\x0c \x01(\x01H\x02\x88\x01\x01\x12\x0f\n\x07\x64\x61taset\x18\r \x01(\tB\x07\n\x05_stepB\x0e\n\x0c_min_versionB\x17\n\x15_mean_response_length*\x80\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_ACTIVE\x10\x01\x12\x16\n\x12RUN_STATE_FINISHED\x10\x02\x12\x14\n\x10RUN_STATE_FAILED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04*\xbe\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_PENDING\x10\x01\x12\x16\n\x12GROUP_STATE_LEASED\x10\x02\x12\x15\n\x11GROUP_STATE_READY\x10\x03\x12\x18\n\x14GROUP_STATE_RESERVED\x10\x04\x12\x18\n\x14GROUP_STATE_CONSUMED\x10\x05\x12\x17\n\x13GROUP_STATE_EVICTED\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +36,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSTATS_EVICTEDBYREASONENTRY']._serialized_options = b'8\001'
   _globals['_RUNSTATS_STALENESSHISTOGRAMENTRY']._loaded_options = None
   _globals['_RUNSTATS_STALENESSHISTOGRAMENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=1333
-  _globals['_RUNSTATE']._serialized_end=1461
-  _globals['_GROUPSTATE']._serialized_start=1464
-  _globals['_GROUPSTATE']._serialized_end=1654
+  _globals['_RUNSTATS_OLDESTAGESECONDSENTRY']._loaded_options = None
+  _globals['_RUNSTATS_OLDESTAGESECONDSENTRY']._serialized_options = b'8\001'
+  _globals['_RUNSTATS_DRAWNBYDATASETENTRY']._loaded_options = None
+  _globals['_RUNSTATS_DRAWNBYDATASETENTRY']._serialized_options = b'8\001'
+  _globals['_RUNSTATE']._serialized_start=1792
+  _globals['_RUNSTATE']._serialized_end=1920
+  _globals['_GROUPSTATE']._serialized_start=1923
+  _globals['_GROUPSTATE']._serialized_end=2113
   _globals['_RUN']._serialized_start=86
-  _globals['_RUN']._serialized_end=383
-  _globals['_RUNSTATS']._serialized_start=386
-  _globals['_RUNSTATS']._serialized_end=964
-  _globals['_RUNSTATS_EVICTEDBYREASONENTRY']._serialized_start=851
-  _globals['_RUNSTATS_EVICTEDBYREASONENTRY']._serialized_end=905
-  _globals['_RUNSTATS_STALENESSHISTOGRAMENTRY']._serialized_start=907
-  _globals['_RUNSTATS_STALENESSHISTOGRAMENTRY']._serialized_end=964
-  _globals['_GROUPINFO']._serialized_start=967
-  _globals['_GROUPINFO']._serialized_end=1330
+  _globals['_RUN']._serialized_end=436
+  _globals['_CHECKPOINT']._serialized_start=438
+  _globals['_CHECKPOINT']._serialized_end=504
+  _globals['_RUNSTATS']._serialized_start=507
+  _globals['_RUNSTATS']._serialized_end=1406
+  _globals['_RUNSTATS_EVICTEDBYREASONENTRY']._serialized_start=1181
+  _globals['_RUNSTATS_EVICTEDBYREASONENTRY']._serialized_end=1235
+  _globals['_RUNSTATS_STALENESSHISTOGRAMENTRY']._serialized_start=1237
+  _globals['_RUNSTATS_STALENESSHISTOGRAMENTRY']._serialized_end=1294
+  _globals['_RUNSTATS_OLDESTAGESECONDSENTRY']._serialized_start=1296
+  _globals['_RUNSTATS_OLDESTAGESECONDSENTRY']._serialized_end=1351
+  _globals['_RUNSTATS_DRAWNBYDATASETENTRY']._serialized_start=1353
+  _globals['_RUNSTATS_DRAWNBYDATASETENTRY']._serialized_end=1406
+  _globals['_GROUPINFO']._serialized_start=1409
+  _globals['_GROUPINFO']._serialized_end=1789
 # @@protoc_insertion_point(module_scope)

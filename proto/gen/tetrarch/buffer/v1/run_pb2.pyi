@@ -109,6 +109,7 @@ class Run(_message.Message):
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     RESERVED_VERSION_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id."""
     state: Global___RunState.ValueType
@@ -133,6 +134,10 @@ class Run(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
 
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
+        """Checkpoints that the run can be restored to, oldest first."""
+
     def __init__(
         self,
         *,
@@ -147,14 +152,45 @@ class Run(_message.Message):
         trainer_epoch: _builtins.int = ...,
         reserved_version: _builtins.int = ...,
         spec_json: _builtins.str = ...,
+        checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "committed_step", b"committed_step", "create_time", b"create_time", "policy_version", b"policy_version", "reason", b"reason", "reserved_version", b"reserved_version", "run_id", b"run_id", "spec_json", b"spec_json", "state", b"state", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "committed_step", b"committed_step", "create_time", b"create_time", "policy_version", b"policy_version", "reason", b"reason", "reserved_version", b"reserved_version", "run_id", b"run_id", "spec_json", b"spec_json", "state", b"state", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """A step whose weights are safe on the trainer's disk, and what was finished by then."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    FRONTIER_ORDINAL_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Last step contained."""
+    path: _builtins.str
+    """Where the trainer wrote it."""
+    frontier_ordinal: _builtins.int
+    """Lowest ordinal that was not finished."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        path: _builtins.str = ...,
+        frontier_ordinal: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontier_ordinal", b"frontier_ordinal", "path", b"path", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class RunStats(_message.Message):
@@ -202,6 +238,46 @@ class RunStats(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OldestAgeSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class DrawnByDatasetEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DRAWN_COUNT_FIELD_NUMBER: _builtins.int
     PENDING_COUNT_FIELD_NUMBER: _builtins.int
     LEASED_COUNT_FIELD_NUMBER: _builtins.int
@@ -217,6 +293,10 @@ class RunStats(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ROW_COUNT_FIELD_NUMBER: _builtins.int
+    OLDEST_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAWN_BY_DATASET_FIELD_NUMBER: _builtins.int
+    STORE_USED_BYTES_FIELD_NUMBER: _builtins.int
+    STORE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     drawn_count: _builtins.int
     """Groups opened so far."""
     pending_count: _builtins.int
@@ -243,6 +323,10 @@ class RunStats(_message.Message):
     """Published weight version."""
     row_count: _builtins.int
     """Rows in the data set."""
+    store_used_bytes: _builtins.int
+    """Memory the store uses, all runs together."""
+    store_limit_bytes: _builtins.int
+    """Memory above which puts are refused with STORE_FULL; 0 means no bound."""
     @_builtins.property
     def evicted_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Dropped, by reason."""
@@ -250,6 +334,14 @@ class RunStats(_message.Message):
     @_builtins.property
     def staleness_histogram(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """Groups by (policy version - oldest version) at the time they were taken."""
+
+    @_builtins.property
+    def oldest_age_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Age in seconds of the oldest group by state (PENDING, LEASED, READY, RESERVED); absent when there is none."""
+
+    @_builtins.property
+    def drawn_by_dataset(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Groups drawn, by data set of a mixture."""
 
     def __init__(
         self,
@@ -269,10 +361,14 @@ class RunStats(_message.Message):
         payload_bytes: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         row_count: _builtins.int = ...,
+        oldest_age_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        drawn_by_dataset: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        store_used_bytes: _builtins.int = ...,
+        store_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "consumed_count", b"consumed_count", "drawn_count", b"drawn_count", "evicted_by_reason", b"evicted_by_reason", "evicted_count", b"evicted_count", "lease_expired_count", b"lease_expired_count", "leased_count", b"leased_count", "payload_bytes", b"payload_bytes", "pending_count", b"pending_count", "policy_version", b"policy_version", "ready_count", b"ready_count", "reserved_count", b"reserved_count", "row_count", b"row_count", "stale_count", b"stale_count", "staleness_histogram", b"staleness_histogram"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "consumed_count", b"consumed_count", "drawn_by_dataset", b"drawn_by_dataset", "drawn_count", b"drawn_count", "evicted_by_reason", b"evicted_by_reason", "evicted_count", b"evicted_count", "lease_expired_count", b"lease_expired_count", "leased_count", b"leased_count", "oldest_age_seconds", b"oldest_age_seconds", "payload_bytes", b"payload_bytes", "pending_count", b"pending_count", "policy_version", b"policy_version", "ready_count", b"ready_count", "reserved_count", b"reserved_count", "row_count", b"row_count", "stale_count", b"stale_count", "staleness_histogram", b"staleness_histogram", "store_limit_bytes", b"store_limit_bytes", "store_used_bytes", b"store_used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,6 +392,7 @@ class GroupInfo(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     MEAN_RESPONSE_LENGTH_FIELD_NUMBER: _builtins.int
+    DATASET_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Group."""
     ordinal: _builtins.int
@@ -316,6 +413,8 @@ class GroupInfo(_message.Message):
     """Oldest weight version, when it has samples."""
     mean_response_length: _builtins.float
     """Mean response length in tokens, when it has samples."""
+    dataset: _builtins.str
+    """Data set of a mixture; empty when the run has one only."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the lease expires, when leased."""
@@ -339,10 +438,11 @@ class GroupInfo(_message.Message):
         min_version: _builtins.int | None = ...,
         rewards: _abc.Iterable[_builtins.float] | None = ...,
         mean_response_length: _builtins.float | None = ...,
+        dataset: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_response_length", b"_mean_response_length", "_min_version", b"_min_version", "_step", b"_step", "expire_time", b"expire_time", "mean_response_length", b"mean_response_length", "min_version", b"min_version", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_response_length", b"_mean_response_length", "_min_version", b"_min_version", "_step", b"_step", "caller", b"caller", "epoch", b"epoch", "evict_reason", b"evict_reason", "expire_time", b"expire_time", "group_id", b"group_id", "lease_count", b"lease_count", "mean_response_length", b"mean_response_length", "min_version", b"min_version", "ordinal", b"ordinal", "rewards", b"rewards", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_response_length", b"_mean_response_length", "_min_version", b"_min_version", "_step", b"_step", "caller", b"caller", "dataset", b"dataset", "epoch", b"epoch", "evict_reason", b"evict_reason", "expire_time", b"expire_time", "group_id", b"group_id", "lease_count", b"lease_count", "mean_response_length", b"mean_response_length", "min_version", b"min_version", "ordinal", b"ordinal", "rewards", b"rewards", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mean_response_length: _TypeAlias = _typing.Literal["mean_response_length"]  # noqa: Y015
     _WhichOneofArgType__mean_response_length: _TypeAlias = _typing.Literal["_mean_response_length", b"_mean_response_length"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tetrarch.common.v1 import tensor_pb2 as tetrarch_dot_common_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftetrarch/common/v1/sample.proto\x12\x12tetrarch.common.v1\x1a\x1ftetrarch/common/v1/tensor.proto\"\xbe\x01\n\x06Prompt\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0b\n\x03row\x18\x04 \x01(\x03\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\r\n\x05label\x18\x06 \x01(\t\x12\x15\n\rmetadata_json\x18\x07 \x01(\t\x12\x15\n\rmessages_json\x18\x08 \x01(\t\x12*\n\x06tokens\x18\t \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x03\"\xf7\x04\n\x06Sample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x30\n\x06status\x18\x04 \x01(\x0e\x32 .tetrarch.common.v1.SampleStatus\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0funscored_reason\x18\x06 \x01(\t\x12\x45\n\x0ereward_details\x18\x07 \x03(\x0b\x32-.tetrarch.common.v1.Sample.RewardDetailsEntry\x12\x31\n\x08versions\x18\x08 \x03(\x0b\x32\x1f.tetrarch.common.v1.VersionSpan\x12\x15\n\rprompt_length\x18\t \x01(\x03\x12\x17\n\x0fresponse_length\x18\n \x01(\x03\x12\x10\n\x08response\x18\x0b \x01(\t\x12\x12\n\nturn_count\x18\x0c \x01(\x03\x12\x14\n\x0ctool_seconds\x18\r \x01(\x01\x12\x15\n\rmetadata_json\x18\x0e \x01(\t\x12\x11\n\tengine_id\x18\x0f \x01(\t\x12*\n\x06tokens\x18\x10 \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x12-\n\tloss_mask\x18\x11 \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x12-\n\tlog_probs\x18\x12 \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x1a\x34\n\x12RewardDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\x88\x01\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12+\n\x07samples\x18\x03 \x03(\x0b\x32\x1a.tetrarch.common.v1.Sample\x12\x18\n\x10generate_seconds\x18\x04 \x01(\x01\x12\x15\n\rscore_seconds\x18\x05 \x01(\x01\"\xcc\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x03\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_max_new_tokens*\x9c\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x03\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftetrarch/common/v1/sample.proto\x12\x12tetrarch.common.v1\x1a\x1ftetrarch/common/v1/tensor.proto\"\xaf\x02\n\x06Prompt\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0b\n\x03row\x18\x04 \x01(\x03\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\r\n\x05label\x18\x06 \x01(\t\x12\x15\n\rmetadata_json\x18\x07 \x01(\t\x12\x15\n\rmessages_json\x18\x08 \x01(\t\x12*\n\x06tokens\x18\t \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x12\x0f\n\x07\x64\x61taset\x18\n \x01(\t\x12\x34\n\x08sampling\x18\x0b \x01(\x0b\x32\".tetrarch.common.v1.SamplingParams\x12\x0f\n\x07rm_type\x18\x0c \x01(\t\x12\x17\n\x0frm_options_json\x18\r \x01(\t\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x03\"\xaf\x05\n\x06Sample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x30\n\x06status\x18\x04 \x01(\x0e\x32 .tetrarch.common.v1.SampleStatus\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0funscored_reason\x18\x06 \x01(\t\x12\x45\n\x0ereward_details\x18\x07 \x03(\x0b\x32-.tetrarch.common.v1.Sample.RewardDetailsEntry\x12\x31\n\x08versions\x18\x08 \x03(\x0b\x32\x1f.tetrarch.common.v1.VersionSpan\x12\x15\n\rprompt_length\x18\t \x01(\x03\x12\x17\n\x0fresponse_length\x18\n \x01(\x03\x12\x10\n\x08response\x18\x0b \x01(\t\x12\x12\n\nturn_count\x18\x0c \x01(\x03\x12\x14\n\x0ctool_seconds\x18\r \x01(\x01\x12\x15\n\rmetadata_json\x18\x0e \x01(\t\x12\x11\n\tengine_id\x18\x0f \x01(\t\x12*\n\x06tokens\x18\x10 \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x12-\n\tloss_mask\x18\x11 \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x12-\n\tlog_probs\x18\x12 \x01(\x0b\x32\x1a.tetrarch.common.v1.Tensor\x12\x36\n\rside_payloads\x18\x13 \x03(\x0b\x32\x1f.tetrarch.common.v1.SidePayload\x1a\x34\n\x12RewardDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"[\n\x0bSidePayload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\tdata_type\x18\x02 \x01(\x0e\x32\x1c.tetrarch.common.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x88\x01\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12+\n\x07samples\x18\x03 \x03(\x0b\x32\x1a.tetrarch.common.v1.Sample\x12\x18\n\x10generate_seconds\x18\x04 \x01(\x01\x12\x15\n\rscore_seconds\x18\x05 \x01(\x01\"\xcc\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x03\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_max_new_tokens*\x9c\x01\n\x0cSampleStatus\x12\x1d\n\x19SAMPLE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SAMPLE_STATUS_COMPLETED\x10\x01\x12\x1b\n\x17SAMPLE_STATUS_TRUNCATED\x10\x02\x12\x19\n\x15SAMPLE_STATUS_ABORTED\x10\x03\x12\x18\n\x14SAMPLE_STATUS_FAILED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,18 +34,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLE_REWARDDETAILSENTRY']._loaded_options = None
   _globals['_SAMPLE_REWARDDETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_SAMPLESTATUS']._serialized_start=1322
-  _globals['_SAMPLESTATUS']._serialized_end=1478
+  _globals['_SAMPLESTATUS']._serialized_start=1584
+  _globals['_SAMPLESTATUS']._serialized_end=1740
   _globals['_PROMPT']._serialized_start=89
-  _globals['_PROMPT']._serialized_end=279
-  _globals['_VERSIONSPAN']._serialized_start=281
-  _globals['_VERSIONSPAN']._serialized_end=339
-  _globals['_SAMPLE']._serialized_start=342
-  _globals['_SAMPLE']._serialized_end=973
-  _globals['_SAMPLE_REWARDDETAILSENTRY']._serialized_start=910
-  _globals['_SAMPLE_REWARDDETAILSENTRY']._serialized_end=962
-  _globals['_GROUP']._serialized_start=976
-  _globals['_GROUP']._serialized_end=1112
-  _globals['_SAMPLINGPARAMS']._serialized_start=1115
-  _globals['_SAMPLINGPARAMS']._serialized_end=1319
+  _globals['_PROMPT']._serialized_end=392
+  _globals['_VERSIONSPAN']._serialized_start=394
+  _globals['_VERSIONSPAN']._serialized_end=452
+  _globals['_SAMPLE']._serialized_start=455
+  _globals['_SAMPLE']._serialized_end=1142
+  _globals['_SAMPLE_REWARDDETAILSENTRY']._serialized_start=1079
+  _globals['_SAMPLE_REWARDDETAILSENTRY']._serialized_end=1131
+  _globals['_SIDEPAYLOAD']._serialized_start=1144
+  _globals['_SIDEPAYLOAD']._serialized_end=1235
+  _globals['_GROUP']._serialized_start=1238
+  _globals['_GROUP']._serialized_end=1374
+  _globals['_SAMPLINGPARAMS']._serialized_start=1377
+  _globals['_SAMPLINGPARAMS']._serialized_end=1581
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,10 @@ class Prompt(_message.Message):
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    DATASET_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    RM_TYPE_FIELD_NUMBER: _builtins.int
+    RM_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Group this prompt opens; derived from run and ordinal."""
     ordinal: _builtins.int
@@ -83,9 +87,19 @@ class Prompt(_message.Message):
     """Metadata column of the row as a JSON object; empty when the data has none."""
     messages_json: _builtins.str
     """Chat messages before the template, as a JSON array; empty for plain text."""
+    dataset: _builtins.str
+    """Data set of the run's mixture it was drawn from; empty when the run has one only."""
+    rm_type: _builtins.str
+    """Grader of that data set; empty means the run's."""
+    rm_options_json: _builtins.str
+    """Options of that grader as a JSON object; empty means the run's."""
     @_builtins.property
     def tokens(self) -> _tensor_pb2.Tensor:
         """Token ids of `text`: int32 of shape [prompt_length]."""
+
+    @_builtins.property
+    def sampling(self) -> Global___SamplingParams:
+        """Sampling settings of that data set; an absent field means the run's."""
 
     def __init__(
         self,
@@ -99,10 +113,14 @@ class Prompt(_message.Message):
         metadata_json: _builtins.str = ...,
         messages_json: _builtins.str = ...,
         tokens: _tensor_pb2.Tensor | None = ...,
+        dataset: _builtins.str = ...,
+        sampling: Global___SamplingParams | None = ...,
+        rm_type: _builtins.str = ...,
+        rm_options_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "label", b"label", "messages_json", b"messages_json", "metadata_json", b"metadata_json", "ordinal", b"ordinal", "row", b"row", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "epoch", b"epoch", "group_id", b"group_id", "label", b"label", "messages_json", b"messages_json", "metadata_json", b"metadata_json", "ordinal", b"ordinal", "rm_options_json", b"rm_options_json", "rm_type", b"rm_type", "row", b"row", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -182,6 +200,7 @@ class Sample(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
+    SIDE_PAYLOADS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique within the run: group id and index."""
     group_id: _builtins.str
@@ -228,6 +247,10 @@ class Sample(_message.Message):
     def log_probs(self) -> _tensor_pb2.Tensor:
         """Log-probability the engine gave each response token, 0 where the mask is 0: float32 [response_length]."""
 
+    @_builtins.property
+    def side_payloads(self) -> _containers.RepeatedCompositeFieldContainer[Global___SidePayload]:
+        """Large payloads that are stored beside the sample, without their bytes."""
+
     def __init__(
         self,
         *,
@@ -249,16 +272,49 @@ class Sample(_message.Message):
         tokens: _tensor_pb2.Tensor | None = ...,
         loss_mask: _tensor_pb2.Tensor | None = ...,
         log_probs: _tensor_pb2.Tensor | None = ...,
+        side_payloads: _abc.Iterable[Global___SidePayload] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "engine_id", b"engine_id", "group_id", b"group_id", "index", b"index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "metadata_json", b"metadata_json", "prompt_length", b"prompt_length", "response", b"response", "response_length", b"response_length", "reward", b"reward", "reward_details", b"reward_details", "sample_id", b"sample_id", "status", b"status", "tokens", b"tokens", "tool_seconds", b"tool_seconds", "turn_count", b"turn_count", "unscored_reason", b"unscored_reason", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "engine_id", b"engine_id", "group_id", b"group_id", "index", b"index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "metadata_json", b"metadata_json", "prompt_length", b"prompt_length", "response", b"response", "response_length", b"response_length", "reward", b"reward", "reward_details", b"reward_details", "sample_id", b"sample_id", "side_payloads", b"side_payloads", "status", b"status", "tokens", b"tokens", "tool_seconds", b"tool_seconds", "turn_count", b"turn_count", "unscored_reason", b"unscored_reason", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class SidePayload(_message.Message):
+    """A large tensor that belongs to a sample and is fetched only when wanted: routed experts, images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_TYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, unique within the sample."""
+    data_type: _tensor_pb2.DataType.ValueType
+    """Element type."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sizes, outermost first; slices are taken along the first."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data_type: _tensor_pb2.DataType.ValueType = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_type", b"data_type", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SidePayload: _TypeAlias = SidePayload  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
