@@ -1,0 +1,85 @@
+"""Settings of generation, used by rollout nodes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.common.settings import StrictModel
+
+
+class RolloutSettings(StrictModel):
+    """Generation (used by rollout nodes)."""
+
+    hf_checkpoint: str
+    """Hugging Face checkpoint directory: tokenizer, configuration and first weights."""
+    engine: Literal["sglang", "simulated"] = "sglang"
+    """Inference engine; "simulated" has no model and serves load and fault tests."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines and ranks run; "auto" takes CUDA when there is a GPU."""
+    num_rollout: int = Field(ge=1)
+    """Steps of the run: rollout batches that are trained."""
+    rollout_batch_size: int = Field(ge=1)
+    """Prompts (groups) of a step."""
+    n_samples_per_prompt: int = Field(default=1, ge=1)
+    """Samples of a group."""
+    rollout_max_response_len: int = Field(default=256, ge=1)
+    """Longest response in tokens."""
+    rollout_max_context_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus response; not set: the model's own limit."""
+    rollout_temperature: float = Field(default=1.0, gt=0)
+    """Softmax temperature; it also divides the trainer's logits."""
+    rollout_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus probability mass."""
+    rollout_top_k: int = -1
+    """Most likely tokens kept; -1 keeps all."""
+    rollout_stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the tokenizer's end token."""
+    rollout_num_gpus: int = Field(default=1, ge=1)
+    """Devices for engines, over all nodes; without a GPU each stands for one CPU engine rank."""
+    rollout_num_gpus_per_engine: int = Field(default=1, ge=1)
+    """Devices of one engine (its tensor parallel size)."""
+    custom_generate_function_path: str | None = None
+    """Import path of a generate function, "package.module.function"."""
+    max_turns: int = Field(default=1, ge=1)
+    """Most turns of a generate function."""
+    max_inflight: int | None = Field(default=None, ge=1)
+    """Most groups in flight on a node; not set: enough to fill its engines."""
+    lease_ttl: float = Field(default=60.0, gt=0)
+    """Seconds until a lease that its node does not extend expires."""
+    generate_timeout: float = Field(default=600.0, gt=0)
+    """Longest time of one sample in seconds, tools included."""
+    use_fault_tolerance: bool = True
+    """Restart engines that die."""
+    rollout_health_check_interval: float = Field(default=2.0, gt=0)
+    """Seconds between health checks of an engine."""
+    rollout_health_check_timeout: float = Field(default=5.0, gt=0)
+    """Seconds until a health check counts as failed."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the SGLang server, by its own names."""
+    sglang_router_strategy: Literal["round_robin", "random", "cache_aware", "power_of_two", "manual"] = "round_robin"
+    """Routing policy."""
+    sglang_router: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of sglang-router, by its own names."""
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to requests in flight when weights arrive."""
+    simulated: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the simulated engine (tokens_per_second, mean_response_length, ...)."""
+    eval_interval: int | None = Field(default=None, ge=1)
+    """Steps between evaluations; not set: never."""
+    n_samples_per_eval_prompt: int = Field(default=1, ge=1)
+    """Samples per evaluation prompt."""
+    eval_temperature: float | None = Field(default=None, ge=0)
+    """Temperature of evaluations, 0 is greedy; rollout_temperature when not set."""
+    eval_top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus mass of evaluations; rollout_top_p when not set."""
+    eval_max_response_len: int | None = Field(default=None, ge=1)
+    """Longest evaluation response; rollout_max_response_len when not set."""
+
+    @property
+    def engine_count(self) -> int:
+        """Engines of the run."""
+        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine

@@ -1,0 +1,129 @@
+"""Settings of training and weight updates, used by the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.settings import StrictModel
+
+ADVANTAGE_ESTIMATORS = ("grpo",)
+
+
+class TrainerSettings(StrictModel):
+    """Training and weight updates (used by the trainer)."""
+
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """policy_loss: reinforcement learning. sft_loss: cross-entropy on the labels, without engines."""
+    load: str | None = None
+    """Trainer checkpoint directory to start from."""
+    save: str | None = None
+    """Directory of trainer checkpoints; a run with checkpoints there resumes from the latest."""
+    save_interval: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; not set: only at the end."""
+    actor_num_nodes: int = Field(default=1, ge=1)
+    """Hosts of the trainer."""
+    actor_num_gpus_per_node: int = Field(default=1, ge=1)
+    """Ranks per host; without a GPU each is a CPU process."""
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share one copy of the model."""
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Samples of an optimizer step; not set: follows from the batch law."""
+    num_steps_per_rollout: int = Field(default=1, ge=1)
+    """Optimizer steps per rollout batch."""
+    use_dynamic_batch_size: bool = True
+    """Pack micro-batches by tokens (max_tokens_per_gpu) instead of by count (micro_batch_size)."""
+    max_tokens_per_gpu: int = Field(default=4096, ge=1)
+    """Token budget of a micro-batch; a longer sample sits alone."""
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Samples of a micro-batch when use_dynamic_batch_size is off."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay (AdamW)."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """First moment's decay."""
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Second moment's decay."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Denominator's offset."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest gradient norm; 0 clips nothing."""
+    advantage_estimator: str = "grpo"
+    """How advantages follow from rewards."""
+    disable_grpo_std_normalization: bool = False
+    """Leave out the division by the group's standard deviation."""
+    eps_clip: float = Field(default=0.2, ge=0)
+    """Lower clip range of the ratio (and upper, unless eps_clip_high is set)."""
+    eps_clip_high: float | None = Field(default=None, ge=0)
+    """Upper clip range of the ratio."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference model."""
+    kl_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL term."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """KL estimator."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    calculate_per_token_loss: bool = False
+    """Mean over all tokens of the step instead of the mean over samples of their token means."""
+    use_rollout_logprobs: bool = False
+    """Take the engines' log-probs as the old policy instead of recomputing them."""
+    ref_load: str | None = None
+    """Hugging Face checkpoint of the reference model; hf_checkpoint when not set."""
+    seed: int = 1234
+    """Seed of the trainer."""
+    bf16: bool = False
+    """Train in bfloat16 with float32 main weights (CUDA)."""
+    update_weights_interval: int = Field(default=1, ge=1)
+    """Steps between weight updates of the engines."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Weight versions a sample may lag behind: 0 synchronous, 1 one-step overlap, k asynchronous."""
+    stale_policy: Literal["requeue", "drop"] = "requeue"
+    """A group that became too stale: generate its prompt again, or drop it and draw another."""
+    update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1024)
+    """Bytes of a weight bucket."""
+    weight_group_size: int = Field(default=1, ge=1)
+    """Engines that share one communicator."""
+    update_timeout: float = Field(default=60.0, gt=0)
+    """Seconds until an engine that does not answer is left out of a weight update."""
+    batch_timeout: float = Field(default=600.0, gt=0)
+    """Seconds the trainer waits for a full batch before it ends the run with the reason."""
+    eval_before_train: bool = True
+    """Evaluate before the first step when there is an evaluation set and an eval_interval."""
+
+    @field_validator("advantage_estimator")
+    @classmethod
+    def _estimator(cls, value: str) -> str:
+        if value not in ADVANTAGE_ESTIMATORS:
+            raise ValueError(f"not an advantage estimator; use one of {', '.join(ADVANTAGE_ESTIMATORS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerSettings:
+        world = self.actor_num_nodes * self.actor_num_gpus_per_node
+        if world % self.tensor_model_parallel_size:
+            raise ValueError(
+                f"tensor_model_parallel_size {self.tensor_model_parallel_size} does not divide the {world} ranks of"
+                f" actor_num_nodes {self.actor_num_nodes} × actor_num_gpus_per_node {self.actor_num_gpus_per_node}"
+            )
+        if self.actor_num_nodes > 1:
+            raise ValueError(
+                f"actor_num_nodes {self.actor_num_nodes} cannot be used yet: the trainer places its ranks on one host;"
+                " set actor_num_nodes to 1 and actor_num_gpus_per_node to the ranks you want"
+            )
+        if self.kl_loss_coef and not self.use_kl_loss:
+            raise ValueError(f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
