@@ -184,7 +184,7 @@ async def test_an_abort_after_a_bucket_leaves_the_engine_stale(client):
 
 
 async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update(client):
-    engine = await first_engine(client, update_timeout=8.0)
+    engine = await first_engine(client, update_timeout=12.0)  # the first join loads torch
     await push(client, engine, 1)
     silent = new_update(client, engine, 2)
     await silent.prepare()
