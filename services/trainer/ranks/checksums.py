@@ -10,13 +10,15 @@ tells transmission errors, not forgeries. Definition, all arithmetic modulo 2^32
 - A tile's h_j = mix(sum of its k_j ^ 4n); its value is h_1·2^32 + h_2.
 - The result is SplitMix64's finaliser of the sum of all tiles modulo 2^64, and 0 for no bytes.
 
-Invariant: beside the inputs at most some ten times `_CHUNK_WORDS` words are in use.
+Invariants: beside the inputs at most some ten times `_CHUNK_WORDS` words are in use; tensors of one size are worked on
+together and the device is waited for once, because a model has hundreds of small ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -34,17 +36,35 @@ _LANES = (
 """(A, s, r) of the two halves."""
 
 
-def digest(parts: Sequence[torch.Tensor], padding_bytes: int, algorithm: str) -> str:
-    """16 hex digits of the bytes of `parts`, uint8 [any], one after the other, and `padding_bytes` zeros.
+@dataclass(frozen=True)
+class Content:
+    """The bytes of `parts`, uint8 [any], one after the other, and then zeros."""
+
+    parts: Sequence[torch.Tensor]
+    padding_bytes: int = 0
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes in all."""
+        return sum(part.numel() for part in self.parts) + self.padding_bytes
+
+
+def digests(contents: Sequence[Content], algorithm: str) -> list[str]:
+    """16 hex digits of each content, in order.
 
     Raises:
         ValueError: for another algorithm than those of `ALGORITHMS`.
     """
     if algorithm == "sha256-64":
-        return _sha256(parts, padding_bytes)
+        return [_sha256(content.parts, content.padding_bytes) for content in contents]
     if algorithm == "sglang-tiled-64":
-        return f"{_tiled(parts, padding_bytes):016x}"
+        return [f"{value:016x}" for value in _tiled(contents)]
     raise ValueError(f"checksum algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+
+
+def digest(parts: Sequence[torch.Tensor], padding_bytes: int, algorithm: str) -> str:
+    """The one of `Content(parts, padding_bytes)`; see `digests`."""
+    return digests([Content(parts, padding_bytes)], algorithm)[0]
 
 
 def _sha256(parts: Sequence[torch.Tensor], padding_bytes: int) -> str:
@@ -56,30 +76,43 @@ def _sha256(parts: Sequence[torch.Tensor], padding_bytes: int) -> str:
 
 
 @torch.no_grad()
-def _tiled(parts: Sequence[torch.Tensor], padding_bytes: int) -> int:
-    byte_count = sum(part.numel() for part in parts) + padding_bytes
-    word_count = -(-byte_count // 4)
-    if not word_count:
-        return 0
-    total, first = None, 0
-    for words in _chunks(parts, padding_bytes):
-        part = _sum_of_tiles(words, first, 4 * word_count & _MASK_32)
-        total = part if total is None else total + part
-        first += words.numel()
-    return _finish_64(int(total) & (2**64 - 1))
+def _tiled(contents: Sequence[Content]) -> list[int]:
+    by_size: dict[int, list[int]] = {}
+    for index, content in enumerate(contents):
+        by_size.setdefault(content.byte_count, []).append(index)
+    order, sums = [], []
+    for size, indices in by_size.items():
+        at_once = max(_CHUNK_WORDS // max(-(-size // 4), 1), 1)
+        for start in range(0, len(indices), at_once):
+            some = indices[start : start + at_once]
+            order += some
+            sums.append(_tile_sums([contents[index] for index in some], size))
+    values = torch.cat([each.cpu() for each in sums]).tolist() if sums else []
+    found = dict(zip(order, values, strict=True))
+    return [_finish_64(found[index] & (2**64 - 1)) for index in range(len(contents))]
 
 
-def _chunks(parts: Sequence[torch.Tensor], padding_bytes: int) -> Iterator[torch.Tensor]:
+def _tile_sums(contents: Sequence[Content], byte_count: int) -> torch.Tensor:
+    """Sum of the tiles' values of k contents of one size, modulo 2^64: int64 [k]."""
+    device = contents[0].parts[0].device if contents[0].parts else torch.device("cpu")
+    total, first = torch.zeros(len(contents), dtype=torch.int64, device=device), 0
+    for words in zip(*(_chunks(content) for content in contents), strict=True):
+        table = torch.stack(words) if len(words) > 1 else words[0][None]
+        total += _sum_of_tiles(table, first, 4 * -(-byte_count // 4) & _MASK_32)
+        first += table.size(1)
+    return total
+
+
+def _chunks(content: Content) -> Iterator[torch.Tensor]:
     """The bytes and zeros as int32 words, at most `_CHUNK_WORDS` at a time, in memory of their own."""
     size, room, pieces = 4 * _CHUNK_WORDS, 4 * _CHUNK_WORDS, []
-    device = parts[0].device if parts else torch.device("cpu")
-    zeros = padding_bytes + (-(sum(part.numel() for part in parts) + padding_bytes) % 4)
-    for part in (*parts, zeros):
-        left = part if isinstance(part, int) else part.numel()
-        at = 0
+    zeros = content.padding_bytes + -content.byte_count % 4
+    for part in (*content.parts, zeros):
+        blank = isinstance(part, int)
+        left, at = (part if blank else part.numel()), 0
         while left:
             take = min(left, room)
-            blank = isinstance(part, int)
+            device = content.parts[0].device if content.parts else None
             pieces.append(torch.zeros(take, dtype=torch.uint8, device=device) if blank else part[at : at + take])
             at, left, room = at + take, left - take, room - take
             if not room:
@@ -90,20 +123,20 @@ def _chunks(parts: Sequence[torch.Tensor], padding_bytes: int) -> Iterator[torch
 
 
 def _sum_of_tiles(words: torch.Tensor, first: int, byte_count: int) -> torch.Tensor:
-    """Sum of the tiles' values modulo 2^64, as an int64 scalar. `words`, int32 [n], begin at position `first`."""
-    count = words.numel()
+    """Sum of the tiles' values modulo 2^64: int64 [k]. `words`, int32 [k, n], begin at position `first`."""
+    count = words.size(1)
     # int32 and int64 wrap around as unsigned numbers do.
     position = torch.arange(first, first + count, dtype=torch.int64, device=words.device).to(torch.int32)
     halves = []
     for multiplier, addend, turn in _LANES:
         mixed = (position * _signed(multiplier)).add_(_signed(addend))
         mixed.bitwise_xor_((position << turn).bitwise_or_(_shifted(position, 32 - turn)))
-        mixed = _mix(mixed.bitwise_xor_(words))
+        mixed = _mix(words ^ mixed)
         if count % _TILE_WORDS:
             mixed = torch.nn.functional.pad(mixed, (0, -count % _TILE_WORDS))
-        sums = mixed.view(-1, _TILE_WORDS).sum(1, dtype=torch.int64).to(torch.int32)
+        sums = mixed.view(len(words), -1, _TILE_WORDS).sum(2, dtype=torch.int64).to(torch.int32)
         halves.append(_mix(sums.bitwise_xor_(_signed(byte_count))).to(torch.int64))
-    return ((halves[0] << 32) | (halves[1] & _MASK_32)).sum()
+    return ((halves[0] << 32) | (halves[1] & _MASK_32)).sum(1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -40,23 +40,23 @@ class StagedWeights:
         Raises:
             ServiceError: UNKNOWN_TENSOR when a rule names a tensor that is not sent.
         """
-        return {name: self._digest(name, rule, algorithm) for name, rule in rules.items()}
+        new = {rule: name for name, rule in rules.items() if (rule, algorithm) not in self._digests}
+        contents = [checksums.Content(self._parts(name, rule), rule.padding_bytes) for rule, name in new.items()]
+        for rule, value in zip(new, checksums.digests(contents, algorithm), strict=True):
+            self._digests[rule, algorithm] = value
+        return {name: self._digests[rule, algorithm] for name, rule in rules.items()}
 
-    def _digest(self, name: str, rule: ChecksumRule, algorithm: str) -> str:
-        key = (rule, algorithm)
-        if key not in self._digests:
-            for source in rule.sources:
-                if source not in self._places:
-                    raise ServiceError(
-                        Code.INVALID_ARGUMENT,
-                        "UNKNOWN_TENSOR",
-                        f"Checksum rule {name} needs tensor {source}, which the trainer does not have.",
-                        rule=name,
-                        tensor=source,
-                    )
-            parts = [self._places[source] for source in rule.sources]
-            self._digests[key] = checksums.digest(parts, rule.padding_bytes, algorithm)
-        return self._digests[key]
+    def _parts(self, name: str, rule: ChecksumRule) -> list[torch.Tensor]:
+        missing = [source for source in rule.sources if source not in self._places]
+        if missing:
+            raise ServiceError(
+                Code.INVALID_ARGUMENT,
+                "UNKNOWN_TENSOR",
+                f"Checksum rule {name} needs tensor {missing[0]}, which the trainer does not have.",
+                rule=name,
+                tensor=missing[0],
+            )
+        return [self._places[source] for source in rule.sources]
 
 
 @torch.no_grad()
