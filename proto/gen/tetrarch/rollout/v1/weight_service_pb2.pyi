@@ -166,7 +166,9 @@ class PrepareUpdateResponse(_message.Message):
     CHECKSUM_ALGORITHM_FIELD_NUMBER: _builtins.int
     CHECKSUM_RULES_FIELD_NUMBER: _builtins.int
     checksum_algorithm: _builtins.str
-    """Checksum algorithm: "sha256-64" is the first 8 bytes of SHA-256 as 16 hex digits."""
+    """Checksum algorithm, 16 hex digits: "sha256-64" is the first 8 bytes of SHA-256, "sglang-tiled-64" what SGLang's
+    weights_checker answers for tensors on a GPU; empty when the engine cannot say what it holds.
+    """
     @_builtins.property
     def checksum_rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChecksumRule]:
         """How each held tensor is made up; the trainer computes the expected checksum of each."""

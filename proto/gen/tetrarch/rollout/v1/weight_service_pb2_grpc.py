@@ -71,7 +71,8 @@ class WeightServiceServicer:
 
     def PrepareUpdate(self, request, context):
         """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
-        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions).
+        An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
+        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

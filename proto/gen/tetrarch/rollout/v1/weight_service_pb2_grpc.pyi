@@ -40,7 +40,8 @@ class WeightServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
     PrepareUpdate: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.PrepareUpdateRequest, _weight_service_pb2.PrepareUpdateResponse]
     """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
-    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions).
+    An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
+    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
     """
     TransferBucket: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.TransferBucketRequest, _weight_service_pb2.TransferBucketResponse]
     """Receives one bucket over the collective of the group. Blocks until the bucket is loaded.
@@ -67,7 +68,8 @@ class WeightServiceAsyncStub(WeightServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     PrepareUpdate: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.PrepareUpdateRequest, _weight_service_pb2.PrepareUpdateResponse]  # type: ignore[assignment]
     """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
-    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions).
+    An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
+    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
     """
     TransferBucket: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.TransferBucketRequest, _weight_service_pb2.TransferBucketResponse]  # type: ignore[assignment]
     """Receives one bucket over the collective of the group. Blocks until the bucket is loaded.
@@ -97,7 +99,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weight_service_pb2.PrepareUpdateResponse, _abc.Awaitable[_weight_service_pb2.PrepareUpdateResponse]]:
         """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
-        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions).
+        An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
+        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
         """
 
     @_abc_1.abstractmethod
