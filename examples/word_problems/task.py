@@ -4,7 +4,7 @@ Writes train.jsonl and heldout.jsonl: chat messages as prompt, the number as lab
 calculation (kind of story and its numbers) of the one is in the other, whatever names and things it is about.
 
 A prompt begins with three worked examples as earlier turns of the chat: they show the form of an answer. A story is a
-sentence pattern; its numbers are drawn so that no result is negative and shares come out even.
+sentence pattern; its numbers are drawn so that every result is positive.
 """
 
 from __future__ import annotations
@@ -79,11 +79,6 @@ def _packs_less_some(rng: random.Random) -> Numbers:
     return packs, each, rng.randint(2, packs * each - 1)
 
 
-def _even_share(rng: random.Random) -> Numbers:
-    people, each = rng.randint(2, 6), rng.randint(2, 9)
-    return people * each, people
-
-
 STORIES = (
     Story(
         "more",
@@ -102,12 +97,6 @@ STORIES = (
         "There are {b} {things} in a box. {name} buys {a} boxes. How many {things} does {name} buy?",
         _two(2, 9),
         lambda a, b: a * b,
-    ),
-    Story(
-        "share",
-        "{name} shares {a} {things} equally among {b} friends. How many {things} does each friend get?",
-        _even_share,
-        lambda a, b: a // b,
     ),
     Story(
         "packs less some",
