@@ -103,6 +103,12 @@ class RunSpec(StrictModel):
                 f" {rollout.n_samples_per_prompt} = {made}, but global_batch_size {trainer.global_batch_size} ×"
                 f" num_steps_per_rollout {trainer.num_steps_per_rollout} = {used}; change one so that both are equal"
             )
+        admitted = rollout.over_sampling_batch_size
+        if admitted is not None and admitted < rollout.rollout_batch_size:
+            raise ValueError(
+                f"over_sampling_batch_size {admitted} is below rollout_batch_size {rollout.rollout_batch_size}, so no"
+                " batch could ever fill; raise it, or leave it out"
+            )
         if rollout.rollout_num_gpus % rollout.rollout_num_gpus_per_engine:
             raise ValueError(
                 f"rollout_num_gpus_per_engine {rollout.rollout_num_gpus_per_engine} does not divide"

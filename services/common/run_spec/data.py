@@ -42,6 +42,10 @@ class DataSettings(StrictModel):
     """Most finished groups that wait for the trainer; not set: bounded by max_staleness alone."""
     max_prompt_attempts: int = Field(default=5, ge=1)
     """Failed attempts at one prompt after which it is evicted as FAILED."""
+    buffer_filter_path: str | None = None
+    """Import path of a function that picks the groups of a batch, "package.module.function"; not set: oldest first."""
+    run_max_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of payload the run may hold in the store; not set: no bound of its own."""
 
     @field_validator("eval_prompt_data")
     @classmethod

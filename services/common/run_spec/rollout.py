@@ -44,6 +44,13 @@ class RolloutSettings(StrictModel):
     """Devices of one engine (its tensor parallel size)."""
     custom_generate_function_path: str | None = None
     """Import path of a generate function, "package.module.function"."""
+    dynamic_sampling_filter_path: str | None = None
+    """Import path of a function that keeps or rejects a scored group, "package.module.function", or
+    "check_reward_nonzero_std"; a rejected group is replaced by one more prompt."""
+    max_filter_rejections: int | None = Field(default=None, ge=1)
+    """Groups rejected in a row after which the run fails; not set: 20 × rollout_batch_size."""
+    over_sampling_batch_size: int | None = Field(default=None, ge=1)
+    """Groups admitted per step; those that a step does not take wait for the next. Not set: rollout_batch_size."""
     max_turns: int = Field(default=1, ge=1)
     """Most turns of a generate function."""
     max_inflight: int | None = Field(default=None, ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -86,8 +86,12 @@ class TrainerSettings(StrictModel):
     """Steps between weight updates of the engines."""
     max_staleness: int = Field(default=0, ge=0)
     """Weight versions a sample may lag behind: 0 synchronous, 1 one-step overlap, k asynchronous."""
-    stale_policy: Literal["requeue", "drop"] = "requeue"
-    """A group that became too stale: generate its prompt again, or drop it and draw another."""
+    stale_policy: Literal["requeue", "drop", "keep", "custom"] = "requeue"
+    """A group that became too stale: generate its prompt again, drop it and draw another, train it all the same, or
+    ask stale_policy_path."""
+    stale_policy_path: str | None = None
+    """Import path of a function that the buffer asks of each stale group, "package.module.function"; implies
+    stale_policy custom."""
     update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1024)
     """Bytes of a weight bucket."""
     weight_group_size: int = Field(default=1, ge=1)
@@ -98,6 +102,16 @@ class TrainerSettings(StrictModel):
     """Seconds the trainer waits for a full batch before it ends the run with the reason."""
     eval_before_train: bool = True
     """Evaluate before the first step when there is an evaluation set and an eval_interval."""
+
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Newest checkpoints that the run can be restored to without generating anything again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("stale_policy_path") and "stale_policy" not in data:
+            return {**data, "stale_policy": "custom"}
+        return data
 
     @field_validator("advantage_estimator")
     @classmethod
@@ -118,6 +132,11 @@ class TrainerSettings(StrictModel):
             raise ValueError(
                 f"actor_num_nodes {self.actor_num_nodes} cannot be used yet: the trainer places its ranks on one host;"
                 " set actor_num_nodes to 1 and actor_num_gpus_per_node to the ranks you want"
+            )
+        if (self.stale_policy == "custom") != (self.stale_policy_path is not None):
+            raise ValueError(
+                f"stale_policy {self.stale_policy!r} with stale_policy_path {self.stale_policy_path!r}: custom needs the"
+                " import path of a function, and only custom uses one"
             )
         if self.kl_loss_coef and not self.use_kl_loss:
             raise ValueError(f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too")
