@@ -58,8 +58,9 @@ def _hf_log_probs(root: Path, device: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def log_probs(root: Path, device: str) -> dict:
-    """Log-probs of the packed segments: ours in bfloat16, transformers' in bfloat16 and float32; ours by chunks."""
+    """Log-probs of the packed segments: ours in bfloat16, by the kernels and by torch; transformers' in both types."""
     from services.trainer.ranks import log_probs as module
+    from services.trainer.ranks import softmax_torch
     from services.trainer.ranks.batches import Pack
     from services.trainer.ranks.model.packing import PackLayout
     from services.trainer.ranks.policy import evaluate_log_probs
@@ -77,10 +78,12 @@ def log_probs(root: Path, device: str) -> dict:
         (found,) = evaluate_log_probs(trainee.policy.model, [pack], trainee.policy.hf, 1.0)
         return found.cpu()
 
-    whole = ours()
-    module._CHUNK_ELEMENTS = 50_000
+    kernels, name = ours(), module.passes(trainee.device).__name__
+    softmax_torch._CHUNK_ELEMENTS = 50_000
+    module.passes = lambda _device: softmax_torch
     return {
-        "ours": whole,
+        "ours": kernels,
+        "passes": name,
         "chunks": ours(),
         "bfloat16": _hf_log_probs(root, device, torch.bfloat16),
         "float32": _hf_log_probs(root, device, torch.float32),

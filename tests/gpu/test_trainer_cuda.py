@@ -16,6 +16,7 @@ import torch
 from services.common.process import free_port
 from tests.gpu.rank_program import HEADS, SMOOTH, write_model
 from tests.oracle.models import write_models
+from tests.oracle.softmax_cases import SIZES, TOLERANCE, differences
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -52,6 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_log_probs_in_bfloat16_are_as_near_to_float32_as_transformers_are(root: Path) -> None:
     """Rounding puts every bfloat16 implementation at some distance from float32: ours must not be farther."""
     found = _run("log_probs", root)
+    assert found["passes"].endswith("softmax_kernels")
     truth = found["float32"]
     ours, theirs = ((found[name] - truth).abs() for name in ("ours", "bfloat16"))
     print(f"|bf16 - fp32|: ours mean {ours.mean():.4f} p99 {ours.quantile(0.99):.4f}, transformers {theirs.mean():.4f}")
@@ -59,6 +61,14 @@ def test_log_probs_in_bfloat16_are_as_near_to_float32_as_transformers_are(root: 
     assert ours.quantile(0.99) <= 1.5 * theirs.quantile(0.99)
     assert ours.mean() <= 0.05
     assert (found["ours"] - found["chunks"]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [*SIZES, (1027, 49152)])
+def test_the_softmax_kernels_equal_the_passes_in_torch(rows: int, vocabulary: int) -> None:
+    """Of TOLERANCE: values absolutely, gradients by their row's largest."""
+    found = differences("cuda", rows, vocabulary)
+    assert found.keys() == TOLERANCE.keys()
+    assert {name: value for name, value in found.items() if not value <= TOLERANCE[name]} == {}
 
 
 @pytest.fixture(scope="module")

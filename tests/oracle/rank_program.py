@@ -187,9 +187,9 @@ def softmax_differences() -> dict[str, float]:
     """Largest differences of log-probs, entropies and their gradients from a plain softmax in float64."""
     from megatron.core import parallel_state
 
-    from services.trainer.ranks import log_probs
+    from services.trainer.ranks import log_probs, softmax_torch
 
-    log_probs._CHUNK_ELEMENTS = 1000
+    softmax_torch._CHUNK_ELEMENTS = 1000
     ranks, rank = _tensor_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
     shard = -(-VOCAB_SIZE // ranks)
     generator = torch.Generator().manual_seed(5)

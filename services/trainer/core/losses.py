@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
@@ -75,6 +76,7 @@ def token_weights(trained_tokens: list[int], *, per_token: bool) -> torch.Tensor
     per_token: 1 each, to be divided by the trained tokens of the step. Otherwise 1 / (trained tokens of the sample), to
     be divided by the samples of the step: every sample counts the same, whatever its length.
     """
-    counts = torch.tensor(trained_tokens, dtype=torch.int64)
-    each = torch.ones(len(counts)) if per_token else 1.0 / counts.clamp(min=1).float()
-    return each.repeat_interleave(counts)
+    if per_token:
+        return torch.ones(sum(trained_tokens))
+    counts = np.array(trained_tokens, np.int64)
+    return torch.from_numpy(np.repeat(1 / counts.clip(1).astype(np.float32), counts))

@@ -53,37 +53,42 @@ def make_pack(
     samples: Sequence[Sample], advantages: Mapping[str, float], settings: PackSettings, device: torch.device
 ) -> Pack:
     """Packs samples one after another; pads with a segment of its own. Without samples the pack is padding only."""
-    total = sum(len(sample.tokens) for sample in samples)
+    lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
+    total = int(lengths.sum())
     padding = max(round_up(total, settings.pad_multiple), settings.pad_multiple) - total
-    lengths = [len(sample.tokens) for sample in samples] + ([padding] if padding else [])
     tokens = np.concatenate([*(sample.tokens for sample in samples), np.zeros(padding, np.int32)])
-    rows, trained, values, engine = [], [], [], []
-    offset = 0
-    for sample in samples:
-        advantage = 0.0 if settings.supervised else advantages.get(sample.sample_id)
-        mask = sample.loss_mask != 0 if advantage is not None else np.zeros(sample.response_length, bool)
-        response = np.flatnonzero(mask)
-        rows.append(offset + sample.prompt_length + response - 1)
-        trained.append(len(response))
-        values.append(np.full(len(response), advantage or 0.0, np.float32))
-        engine.append(sample.log_probs[response])
-        offset += len(sample.tokens)
-    row = torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)]))
-    token = torch.from_numpy(tokens.astype(np.int64))
-    weights = token_weights(trained, per_token=settings.per_token)
+    rows, trained, real = _trained(samples, lengths, advantages, settings)
+    row, token = torch.from_numpy(rows), torch.from_numpy(tokens.astype(np.int64))
     whole = to_device(torch.cat([token, row, token[row + 1]]), device).split([len(token), len(row), len(row)])
-    parts = [*values, *engine, np.zeros(0, np.float32)]
-    real = to_device(torch.cat([weights, torch.from_numpy(np.concatenate(parts))]), device).chunk(3)
-    count = sum(trained) if settings.per_token else len(samples)
+    weights = token_weights(trained.tolist(), per_token=settings.per_token)
+    weights, advantage, engine = to_device(torch.cat([weights, torch.from_numpy(real)]), device).chunk(3)
+    count = int(trained.sum()) if settings.per_token else len(samples)
     return Pack(
-        layout=PackLayout(lengths, device, whole[1]),
+        layout=PackLayout([*lengths.tolist(), padding] if padding else lengths.tolist(), device, whole[1]),
         tokens=whole[0],
         rows=whole[1],
         targets=whole[2],
-        weights=real[0],
-        advantages=real[1],
-        engine_log_probs=real[2],
+        weights=weights,
+        advantages=advantage,
+        engine_log_probs=engine,
         count=count,
         divisor=to_device(torch.tensor(count, dtype=torch.int32), device),
         total_tokens=total,
     )
+
+
+def _trained(
+    samples: Sequence[Sample], lengths: np.ndarray, advantages: Mapping[str, float], settings: PackSettings
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the trained tokens, int64 [k]; their number by sample, int64 [s]; their advantages and then their engine
+    log-probs, float32 [2 k]. A sample without an advantage has none, unless supervised."""
+    found = [0.0 if settings.supervised else advantages.get(sample.sample_id) for sample in samples]
+    responses = np.array([sample.response_length for sample in samples], np.int64)
+    ends = responses.cumsum()
+    used = np.repeat(np.array([value is not None for value in found], bool), responses)
+    index = np.flatnonzero(used & (np.concatenate([*(s.loss_mask for s in samples), np.zeros(0, np.uint8)]) != 0))
+    shift = np.repeat(lengths.cumsum() - ends - 1, responses)  # response's place → row, which is one place earlier
+    trained = np.diff(np.searchsorted(index, ends), prepend=0)
+    engine = np.concatenate([*(sample.log_probs for sample in samples), np.zeros(0, np.float32)])[index]
+    value = np.repeat(np.array([value or 0.0 for value in found], np.float32), trained)
+    return index + shift[index], trained, np.concatenate([value, engine])

@@ -38,8 +38,7 @@ class SampleSource:
             return {}
         stub = buffer_service_pb2_grpc.BufferServiceStub(self._open(address))
         request = buffer_service_pb2.FetchSamplesRequest(run_id=run_id, sample_ids=sample_ids)
-        parts = self._ask(stub, request)
-        samples = {message.sample_id: sample_from_proto(message) for part in parts for message in part.samples}
+        samples = self._ask(stub, request)
         missing = [sample_id for sample_id in sample_ids if sample_id not in samples]
         if missing:
             raise ServiceError(
@@ -54,12 +53,14 @@ class SampleSource:
     @staticmethod
     def _ask(
         stub: buffer_service_pb2_grpc.BufferServiceStub, request: buffer_service_pb2.FetchSamplesRequest
-    ) -> list[buffer_service_pb2.FetchSamplesResponse]:
+    ) -> dict[str, Sample]:
+        """Samples of the stream; a part is converted while the buffer prepares the next ones."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         pause, longest = _PAUSE_SECONDS
         while True:
             try:
-                return list(stub.FetchSamples(request, timeout=deadline - time.monotonic(), wait_for_ready=True))
+                parts = stub.FetchSamples(request, timeout=deadline - time.monotonic(), wait_for_ready=True)
+                return {message.sample_id: sample_from_proto(message) for part in parts for message in part.samples}
             except grpc.RpcError as error:
                 failure = service_error(error)
                 if failure.code is not Code.UNAVAILABLE or time.monotonic() + pause >= deadline:

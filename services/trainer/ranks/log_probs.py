@@ -1,20 +1,23 @@
 """Log-probabilities and entropies from logits whose vocabulary is cut over the tensor-parallel ranks.
 
-Logits keep their type; all arithmetic is float32, the engines' convention: log softmax of (logits / temperature). Rows
-are taken in chunks, and the backward pass computes the softmax again, so beyond the logits and their gradient there is
-never more than a chunk in float32: 32768 rows of 151936 bfloat16 logits take 20 GB and not 70.
+Logits keep their type; all arithmetic is float32, the engines' convention: log softmax of (logits / temperature). The
+backward pass computes the softmax again, so beside the logits and their gradient nothing of their size exists: 32768
+rows of 151936 bfloat16 logits take 20 GB and not 70.
+
+The passes over the logits are `softmax_kernels` on a GPU and `softmax_torch` elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-_CHUNK_ELEMENTS = 2**24
-"""Logits handled at once: 64 MiB of float32, near the size of a GPU's cache, yet enough work for each launch."""
+from services.common.telemetry import get_logger
+from services.trainer.ranks import softmax_torch
 
 
 class _VocabularySoftmax(torch.autograd.Function):
@@ -27,53 +30,49 @@ class _VocabularySoftmax(torch.autograd.Function):
     def forward(ctx, logits, targets, start, temperature, group):
         ctx.set_materialize_grads(False)
         inside = (targets >= start) & (targets < start + logits.size(-1))
-        column = torch.where(inside, targets - start, 0)[:, None]
-        largest = logits.amax(-1).float() / temperature
+        column = torch.where(inside, targets - start, -1)
+        largest, total, weighted = passes(logits.device).partials(logits, temperature)
+        chosen = logits.gather(-1, column.clamp(min=0)[:, None])[:, 0].float() / temperature
         if group is not None:
+            own, largest = largest, largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.empty(3, len(logits), device=logits.device)
-        for rows in _chunks(logits):
-            x = _below(logits[rows], largest[rows], temperature)
-            sums[2, rows] = torch.where(inside[rows], x.gather(-1, column[rows])[:, 0], 0.0)
-            exponential = x.exp()
-            sums[0, rows] = exponential.sum(-1)
-            sums[1, rows] = exponential.mul_(x).sum(-1)
+            lower = own - largest
+            weighted, total = (weighted + total * lower) * lower.exp(), total * lower.exp()
+        sums = torch.stack([total, weighted, torch.where(inside, chosen - largest, 0.0)])
         if group is not None:
             dist.all_reduce(sums, group=group)
         total, weighted, chosen = sums
         log_total = total.log()
         entropy = log_total - weighted / total
         ctx.temperature = temperature
-        ctx.save_for_backward(logits, largest + log_total, entropy, inside, column)
+        ctx.save_for_backward(logits, column, largest + log_total, entropy)
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, normaliser, entropy, inside, column = ctx.saved_tensors
-        inner = 1 / ctx.temperature
-        pull = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs * inner
-        onto_target = torch.where(inside, pull, 0.0)[:, None]
-        grad = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            x = _below(logits[rows], normaliser[rows], ctx.temperature)
-            if grad_entropy is None:
-                chunk = x.exp_().mul_(-pull[rows, None])
-            else:
-                probs, spread = x.exp(), grad_entropy[rows, None] * inner
-                chunk = x.add_(entropy[rows, None]).mul_(spread).add_(pull[rows, None]).mul_(probs).neg_()
-            grad[rows] = chunk.scatter_add_(-1, column[rows], onto_target[rows])
-        return grad, None, None, None, None
+        logits, column, normaliser, entropy = ctx.saved_tensors
+        pull = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / ctx.temperature
+        spread = None if grad_entropy is None else grad_entropy / ctx.temperature
+        gradient = passes(logits.device).gradient
+        return gradient(logits, column, (normaliser, entropy), (pull, spread), ctx.temperature), None, None, None, None
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    step = max(_CHUNK_ELEMENTS // max(logits.size(-1), 1), 1)
-    for first in range(0, len(logits), step):
-        yield slice(first, first + step)
+@functools.cache
+def passes(device: torch.device) -> ModuleType:
+    """The module that passes over logits on a device: the kernels on a GPU on which they can be built."""
+    if device.type != "cuda":
+        return softmax_torch
+    try:
+        from services.trainer.ranks import softmax_kernels
 
-
-def _below(logits: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    """logits / temperature − rows, float32, in one pass."""
-    return torch.add(-rows[:, None], logits, alpha=1 / temperature)
+        softmax_kernels.partials(torch.zeros(1, 8, device=device), 1.0)
+    except Exception as error:  # whatever hinders Triton: it is missing, or a compiler, or Python's headers
+        get_logger(__name__).warning(
+            "log-probs are computed without Triton's kernels, which is slower; they need a C compiler",
+            error=f"{type(error).__name__}: {error}",
+        )
+        return softmax_torch
+    return softmax_kernels
 
 
 def log_probs_and_entropy(

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -52,8 +53,10 @@ class PackLayout(PackedSeqParams):
         self.lengths = tuple(lengths)
         self.longest = max(lengths)
         self.rows = rows
-        self.positions = to_device(torch.cat([torch.arange(n) for n in lengths]), device)
-        self.starts = to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device)
+        starts = np.array([0, *lengths]).cumsum()
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        self.positions = to_device(torch.from_numpy(positions), device)
+        self.starts = to_device(torch.from_numpy(starts.astype(np.int32)), device)
         self.device = device
         self._batches: tuple[tuple[SegmentBatch, ...], torch.Tensor] | None = None
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
