@@ -5,7 +5,7 @@ Ours is what a rank does for TrainStep: fetch the samples of a real buffer, pack
 about; that their first losses and gradient norms agree shows that the work is the same.
 
 CPU: a rehearsal with a small random model, without a bar for the ratio, which would measure the machine's other work.
-CUDA: `--model DIR` in bfloat16.
+CUDA: `--model DIR` in bfloat16. `--profile` plays one more step, whose longest kernels it prints for both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +47,20 @@ PARTS = ("fetch", "pack", "forward_backward", "optimizer", "metrics")
 
 @dataclass(frozen=True)
 class Size:
-    """Of the work: tokens of a step, tokens of a micro-batch, mean length of a response, steps, of them unmeasured."""
+    """Of the work: tokens of a step, tokens of a micro-batch, mean length of a response, steps, of them unmeasured;
+    whether one more step is profiled."""
 
     tokens: int
     pack: int
     response: int
     steps: int
     warm_up: int
+    profile: bool = False
+
+    @property
+    def batches(self) -> int:
+        """Steps with the profiled one."""
+        return self.steps + self.profile
 
 
 SIZES = {"cpu": Size(4096, 2048, 40, 8, 2), "cuda": Size(262144, 32768, 400, 13, 3)}
@@ -96,11 +103,11 @@ def run_spec(model: Path, directory: Path, device: str, size: Size) -> RunSpec:
             "data": {"prompt_data": str(prompts)},
             "rollout": {
                 "hf_checkpoint": str(model),
-                "num_rollout": size.steps,
+                "num_rollout": size.batches,
                 "rollout_batch_size": groups,
                 "n_samples_per_prompt": SAMPLES,
             },
-            "trainer": {"max_tokens_per_gpu": size.pack, "bf16": device == "cuda", "max_staleness": size.steps},
+            "trainer": {"max_tokens_per_gpu": size.pack, "bf16": device == "cuda", "max_staleness": size.batches},
         }
     )
 
@@ -122,7 +129,7 @@ class Feeder:
 
     def steps(self) -> Iterator[tuple[int, list[Sample]]]:
         """Step after step with the samples that the buffer reserves for it."""
-        for step in range(self._size.steps):
+        for step in range(self._size.batches):
             samples = {sample.sample_id: sample for sample in self._produce()}
             batch = self._call(
                 "TakeBatch",
@@ -220,8 +227,19 @@ class Match:
             raise SystemExit(f"{answer.error}\n{answer.traceback}")
         return answer.value
 
-    def play(self, step: int, samples: list[Sample]) -> Turn:
-        """One step of both; who begins alternates."""
+    def close(self) -> None:
+        """Leaves the process group."""
+        self._ask(commands.Shutdown())
+
+    def profile(self, step: int, samples: list[Sample]) -> None:
+        """Prints the longest kernels of one step of both."""
+        from benchmarks.device_profile import print_profile
+
+        for name, player in zip(("Tetrarch", "bare Megatron-Core"), self._players(step, samples)[0], strict=True):
+            print_profile(name, player, self._wait)
+
+    def _players(self, step: int, samples: list[Sample]) -> tuple[tuple[Callable, Callable], int]:
+        """Our step and the bare one, ready to run; the number of micro-batches."""
         from benchmarks.bare_megatron import micro_batch
 
         plan, advantages = make_plan(samples, self._spec)
@@ -232,7 +250,11 @@ class Match:
             parts = [s.tokens for s in own], [s.prompt_length for s in own], [advantages[s.sample_id] for s in own]
             batches.append(micro_batch(*parts, self._device))
         command = commands.TrainStep(step, RUN, self._address, plan, advantages)
-        players = [lambda: self._ask(command), lambda: self._bare.step(batches)]
+        return (lambda: self._ask(command), lambda: self._bare.step(batches)), len(batches)
+
+    def play(self, step: int, samples: list[Sample]) -> Turn:
+        """One step of both; who begins alternates."""
+        players, micro_batches = self._players(step, samples)
         order = (0, 1) if step % 2 else (1, 0)
         seconds, results = {}, {}
         for player in order:
@@ -250,7 +272,7 @@ class Match:
             losses=(result.metrics["loss"], loss),
             norms=(result.metrics["grad_norm"], norm),
             lengths=[(len(s.tokens), s.response_length) for s in samples],
-            micro_batches=len(batches),
+            micro_batches=micro_batches,
         )
 
 
@@ -329,8 +351,12 @@ def _play(spec: RunSpec, address: str, device: str, size: Size) -> list[Turn]:
     match = Match(spec, device, address)
     turns = []
     for step, samples in feeder.steps():
+        if step == size.steps:
+            match.profile(step, samples)
+            break
         turns.append(match.play(step, samples))
         print(f"step {step}: {turns[-1].ours:.3f} s, bare {turns[-1].bare:.3f} s", flush=True)
+    match.close()
     return turns
 
 
@@ -341,16 +367,20 @@ def main() -> int:
     arguments.add_argument("--model", type=Path, help="Hugging Face checkpoint; without it a small random one")
     arguments.add_argument("--tokens", type=int, help="tokens of a step")
     arguments.add_argument("--max-tokens-per-gpu", type=int, help="tokens of a micro-batch")
+    arguments.add_argument("--steps", type=int, help="steps, at most half of them not measured; at least 2")
+    arguments.add_argument("--profile", action="store_true", help="print the longest kernels of one more step")
     chosen = arguments.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.alarm(LIMIT_SECONDS)  # ends this process, and the tiers die with it
     usual = SIZES[chosen.device]
+    steps = max(chosen.steps or usual.steps, 2)
     size = Size(
-        chosen.tokens or usual.tokens,
-        chosen.max_tokens_per_gpu or usual.pack,
-        usual.response,
-        usual.steps,
-        usual.warm_up,
+        tokens=chosen.tokens or usual.tokens,
+        pack=chosen.max_tokens_per_gpu or usual.pack,
+        response=usual.response,
+        steps=steps,
+        warm_up=min(usual.warm_up, steps // 2),
+        profile=chosen.profile,
     )
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
