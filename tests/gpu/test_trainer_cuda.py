@@ -60,7 +60,7 @@ def test_log_probs_in_bfloat16_are_as_near_to_float32_as_transformers_are(root: 
     assert ours.mean() <= 1.2 * theirs.mean()
     assert ours.quantile(0.99) <= 1.5 * theirs.quantile(0.99)
     assert ours.mean() <= 0.05
-    assert (found["ours"] - found["chunks"]).abs().max() <= 1e-5
+    assert (found["ours"] - found["chunks"]).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [*SIZES, (1027, 49152)])
