@@ -10,7 +10,8 @@ from tetrarch.buffer.v1.buffer_service_pb2_grpc import add_BufferServiceServicer
 from tetrarch.buffer.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 
 from services.buffer import metrics
-from services.buffer.adapters.dataset import JsonlLoader
+from services.buffer.adapters.loader import PromptLoader
+from services.buffer.adapters.redis_blocks import RedisBlocks
 from services.buffer.adapters.redis_connection import Connection
 from services.buffer.adapters.redis_members import RedisMembers
 from services.buffer.adapters.redis_store import RedisStore
@@ -33,7 +34,7 @@ class App:
     def __init__(self, settings: BufferSettings) -> None:
         self._settings = settings
         self._connection = Connection(settings.store_url)
-        self.buffer = Buffer(RedisStore(self._connection), JsonlLoader())
+        self.buffer = Buffer(RedisStore(self._connection), PromptLoader(RedisBlocks(self._connection)))
         self.server = GrpcServer(settings, "buffer")
         self.server.add(add_BufferServiceServicer_to_server, BufferServicer(self.buffer), BUFFER_SERVICE)
         registry = RegistryServicer(RedisMembers(self._connection))

@@ -21,6 +21,10 @@ def prompt_to_proto(prompt: Prompt) -> sample_pb2.Prompt:
         label=prompt.label,
         metadata_json=prompt.metadata_json,
         messages_json=prompt.messages_json,
+        dataset=prompt.dataset,
+        sampling=sampling_to_proto(prompt.sampling) if prompt.sampling else None,
+        rm_type=prompt.rm_type,
+        rm_options_json=prompt.rm_options_json,
         tokens=to_proto(prompt.tokens.astype(np.int32, copy=False)),
     )
 
@@ -38,6 +42,10 @@ def prompt_from_proto(message: sample_pb2.Prompt) -> Prompt:
         tokens=tokens,
         metadata_json=message.metadata_json,
         messages_json=message.messages_json,
+        dataset=message.dataset,
+        sampling=sampling_from_proto(message.sampling) if message.HasField("sampling") else None,
+        rm_type=message.rm_type,
+        rm_options_json=message.rm_options_json,
     )
 
 

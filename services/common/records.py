@@ -27,7 +27,10 @@ class SampleStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt drawn from the data set of a run. `tokens`: int32 [P]."""
+    """A prompt drawn from a data set of a run. `tokens`: int32 [P].
+
+    `dataset` and what follows are those of a set of a mixture; empty, and fields that are None, mean the run's.
+    """
 
     group_id: str
     ordinal: int
@@ -38,6 +41,10 @@ class Prompt:
     tokens: np.ndarray
     metadata_json: str = ""
     messages_json: str = ""
+    dataset: str = ""
+    sampling: SamplingParams | None = None
+    rm_type: str = ""
+    rm_options_json: str = ""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def _values(key: Key) -> str:
     if key.choices:
         return ", ".join(f"`{choice}`" for choice in key.choices)
     if key.kind == "list":
-        return f"list of {key.item}"
+        return "list of " + ("mappings" if key.item == "map" else key.item)
     return {"bool": "on or off", "str": "text", "map": "mapping"}.get(key.kind, key.kind)
 
 

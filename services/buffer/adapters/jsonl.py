@@ -1,110 +1,101 @@
 """An indexed JSONL file: rows are found by offset and read when asked for.
 
-Holds two numbers a row (offset and line), never the text. A path may end in "@[a:b]", a slice of its rows.
-Blank lines are no rows. Row numbers are zero-based line numbers of the file, so that a row can be found by hand.
+Holds one number a row (its offset), and a second one only where blank lines make row and line differ; never the text.
+Blank lines are no rows.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from array import array
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from services.common.errors import Code, ServiceError
+from services.buffer.adapters.rows import RowFile, malformed, not_found
 
-_SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 MAX_LINE_BYTES = 64 * 1024 * 1024
+_BLOCK_BYTES = 1 << 19
+_BLANK = np.isin(np.arange(256), np.frombuffer(b" \t\r\n\v\f", np.uint8))
 
 
-def malformed(path: str | Path, line: int, why: str) -> ServiceError:
-    """The error for a line that cannot be used; `line` counts from 1."""
-    return ServiceError(Code.INVALID_ARGUMENT, "DATA_MALFORMED", f"{path}:{line}: {why}.", path=path, line=line)
+class JsonlFile(RowFile):
+    """Rows of a JSONL file."""
 
-
-def not_found(key: str, path: str | Path, why: str) -> ServiceError:
-    """The error for a file that cannot be read."""
-    return ServiceError(Code.NOT_FOUND, "DATA_NOT_FOUND", f"{key}: cannot read {path}: {why}.", path=path, key=key)
-
-
-class JsonlFile:
-    """Rows of a JSONL file.
-
-    Args:
-        source: path, with an optional row slice.
-        key: setting that names it, for messages.
-    """
-
-    def __init__(self, source: str, key: str) -> None:
-        match = _SLICE.fullmatch(source)
-        self.path = Path(match["path"] if match else source).expanduser()
-        if self.path.suffix == ".parquet":
-            raise not_found(key, self.path, "parquet files are not supported; convert it to JSONL, one object a line")
-        bounds = (
-            slice(*(int(text) if text else None for text in match.group("start", "stop"))) if match else slice(None)
-        )
-        offsets, lines = self._scan(key)
-        self.offsets = offsets[bounds]
-        self.lines = lines[bounds]
-        if not len(self.lines):
-            what = f"no rows in the slice of {len(lines)} rows" if len(lines) else "it has no rows"
-            raise malformed(source, 1, what)
-
-    def _scan(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(offset, line) of every line that is not blank."""
-        offsets, lines, offset = array("q"), array("i"), 0
+    def index(self) -> int:
+        """Finds the rows: lines that are not blank."""
         try:
-            with self.path.open("rb", buffering=1 << 20) as file:
-                for line, raw in enumerate(file):
-                    if not raw.isspace():
-                        offsets.append(offset)
-                        lines.append(line)
-                    offset += len(raw)
+            self._offsets, self._lines = self._scan()
         except OSError as error:
-            raise not_found(key, self.path, error.strerror or str(error)) from error
-        return np.array(offsets, np.int64), np.array(lines, np.int32)
+            raise not_found(self.key, self.path, error.strerror or str(error)) from error
+        return len(self._offsets)
 
-    def __len__(self) -> int:
-        return len(self.lines)
+    def _scan(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """(offset of every row, its line or None when rows and lines agree)."""
+        parts, doubtful, base, at_start = [np.zeros(1, np.int64)], [], 0, True
+        block = bytearray(_BLOCK_BYTES)
+        with self.path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                data = np.frombuffer(block, np.uint8, count)
+                ends = np.flatnonzero(data == 10)
+                starts = ends + 1
+                # The first byte tells whether a line may be blank; that of the last may be in the next block.
+                inside = starts[starts < count]
+                if at_start and _BLANK[data[0]]:
+                    doubtful.append(np.array([base]))
+                doubtful.append(inside[_BLANK[data[inside]]] + base)
+                at_start = bool(data[-1] == 10)
+                parts.append(starts + base)
+                base += count
+            offsets = np.concatenate(parts)
+            if offsets[-1] == base:
+                offsets = offsets[:-1]
+            suspects = np.concatenate(doubtful) if doubtful else np.zeros(0, np.int64)
+            blank = [offset for offset in suspects.tolist() if self._is_blank(file, offset)]
+        if not blank:
+            return offsets, None
+        full = ~np.isin(offsets, blank)
+        return offsets[full], np.flatnonzero(full).astype(np.int32)
 
-    def keep(self, mask: np.ndarray) -> None:
-        """Leaves out rows whose mask is false."""
-        self.offsets, self.lines = self.offsets[mask], self.lines[mask]
+    @staticmethod
+    def _is_blank(file: Any, offset: int) -> bool:
+        """Whether the line at an offset holds nothing but white space."""
+        file.seek(offset)
+        while part := file.read(4096):
+            line, newline, _ = part.partition(b"\n")
+            if line.strip():
+                return False
+            if newline:
+                return True
+        return True
 
-    def read(self, positions: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """(row number, object) at positions among the rows that are kept."""
+    def row_numbers(self, places: np.ndarray) -> np.ndarray:
+        """Zero-based lines."""
+        return places if self._lines is None else self._lines[places]
+
+    def fetch(self, places: Sequence[int]) -> list[tuple[int, bytes]]:
+        """(line, its bytes) of rows."""
         try:
             with self.path.open("rb") as file:
                 found = []
-                for position in positions:
-                    file.seek(int(self.offsets[position]))
-                    line = int(self.lines[position])
-                    found.append((line, self._parse(file.readline(MAX_LINE_BYTES), line)))
+                for place in places:
+                    file.seek(int(self._offsets[place]))
+                    line = place if self._lines is None else int(self._lines[place])
+                    found.append((line, file.readline(MAX_LINE_BYTES)))
                 return found
         except OSError as error:
-            raise not_found("prompt_data", self.path, error.strerror or str(error)) from error
+            raise not_found(self.key, self.path, error.strerror or str(error)) from error
 
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """All kept rows in file order."""
-        with self.path.open("rb", buffering=1 << 20) as file:
-            kept = iter(self.lines.tolist())
-            wanted = next(kept, None)
-            for line, raw in enumerate(file):
-                if line == wanted:
-                    yield line, self._parse(raw, line)
-                    wanted = next(kept, None)
-
-    def _parse(self, raw: bytes, line: int) -> dict[str, Any]:
+    def parse(self, row: int, stored: bytes) -> dict[str, Any]:
+        """Object of a line. Raises DATA_MALFORMED."""
         try:
-            row = json.loads(raw.rstrip())
+            found = json.loads(stored.rstrip())
         except UnicodeDecodeError as error:
-            raise malformed(self.path, line + 1, "not valid UTF-8") from error
+            raise malformed(self.path, row + 1, "not valid UTF-8") from error
         except json.JSONDecodeError as error:
-            raise malformed(self.path, line + 1, f"not valid JSON ({error.msg} at column {error.colno})") from error
-        if not isinstance(row, dict):
-            raise malformed(self.path, line + 1, f"expected a JSON object, found {type(row).__name__}")
-        return row
+            raise malformed(self.path, row + 1, f"not valid JSON ({error.msg} at column {error.colno})") from error
+        except RecursionError as error:
+            raise malformed(self.path, row + 1, "its JSON is nested too deeply") from error
+        if not isinstance(found, dict):
+            raise malformed(self.path, row + 1, f"expected a JSON object, found {type(found).__name__}")
+        return found

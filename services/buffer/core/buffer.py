@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.buffer.core import ids
+from services.buffer.core.drawing import UNDO, usable
 from services.buffer.core.plan import RunPlan, fixed_differences
 from services.buffer.core.ports import Dataset, DatasetLoader, Store
 from services.buffer.core.records import (
@@ -24,7 +26,6 @@ from services.buffer.core.records import (
     LeaseRequest,
     Leases,
     PackedGroup,
-    PromptLease,
     PutOutcome,
     PutResult,
     RunRecord,
@@ -39,8 +40,7 @@ from services.common.records import Prompt
 MAX_TTL_SECONDS = 24 * 3600.0
 MAX_LEASED_AT_ONCE = 1024
 FETCH_BATCH = 32
-UNDO = "UNDO"
-"""Release reason that takes a lease back as if it had not been given."""
+_LEASE_ROUNDS = 16
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 
@@ -136,17 +136,18 @@ class Buffer:
         def settled(answer: Grants) -> bool:
             return bool(answer.grants) or answer.repeated
 
-        answer = await self.changes.until(run_id, max_wait, lambda: self.store.lease(run_id, request), settled)
-        try:
-            prompts = await dataset.prompts([grant.ordinal for grant in answer.grants])
-        except ServiceError:
-            # The file is the user's to mend; no prompt may count as failed meanwhile.
-            known, _ = _parse_leases([grant.lease_id for grant in answer.grants])
-            await self.store.release(run_id, known, UNDO)
-            raise
-        leases = tuple(PromptLease(grant, prompt) for grant, prompt in zip(answer.grants, prompts, strict=True))
-        expire = min((grant.deadline_ms for grant in answer.grants), default=answer.now_ms)
-        return Leases(leases, answer.policy_version, expire)
+        deadline, rounds = time.monotonic() + max_wait, 0
+        while True:
+            wish = replace(request, request_id=f"{request.request_id}/{rounds}") if rounds else request
+            wait = max(0.0, deadline - time.monotonic())
+            answer = await self.changes.until(run_id, wait, lambda wish=wish: self.store.lease(run_id, wish), settled)
+            leases = await usable(self.store, run_id, dataset, answer.grants)
+            rounds += 1
+            # When none of them could be used, others are asked for in the same call.
+            if leases or not answer.grants or rounds == _LEASE_ROUNDS:
+                break
+        expire = min((lease.grant.deadline_ms for lease in leases), default=answer.now_ms)
+        return Leases(tuple(leases), answer.policy_version, expire)
 
     async def extend_leases(self, run_id: str, lease_ids: Sequence[str], ttl: float) -> tuple[int, list[str]]:
         """(new deadline in ms, leases that are no longer held)."""
@@ -249,7 +250,7 @@ class Buffer:
         await self.store.run_created_ms(run_id)
         record, stored = await self.store.get_group(run_id, ids.parse_group_id(run_id, group_id))
         dataset = await self._dataset(run_id)
-        return record, (await dataset.prompts([record.ordinal]))[0], stored
+        return record, (await dataset.draw([record.ordinal]))[0].prompt, stored
 
     async def eval_prompts(self, run_id: str, name: str, start: int, count: int) -> tuple[list[Prompt], int]:
         """(prompts, rows in all) of an evaluation set. Raises DATASET_NOT_FOUND."""

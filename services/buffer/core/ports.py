@@ -9,6 +9,7 @@ from services.buffer.core.ids import LeaseId
 from services.buffer.core.plan import RunPlan
 from services.buffer.core.records import (
     Batch,
+    Drawn,
     Grants,
     GroupRecord,
     GroupState,
@@ -29,13 +30,24 @@ class Dataset(Protocol):
 
     row_count: int
     skipped_count: int
+    malformed_limit: int
+    """Malformed rows that may be drawn before the run is failed."""
 
     def skipped_rows(self) -> bytes:
-        """Rows left out, packed; with it another server indexes the same rows without tokenizing all."""
+        """What was found when the run was created, packed; with it another server indexes the same rows."""
         ...
 
-    async def prompts(self, ordinals: Sequence[int]) -> list[Prompt]:
-        """Prompts of ordinals. Raises DATA_NOT_FOUND, DATA_MALFORMED."""
+    async def draw(self, ordinals: Sequence[int]) -> list[Drawn]:
+        """What ordinals stand for, in order. Raises DATA_NOT_FOUND, DATA_MALFORMED (the file is not the one it was),
+        CURRICULUM_FAILED."""
+        ...
+
+    async def origins(self, ordinals: Sequence[int]) -> list[tuple[str, int]]:
+        """(data set of the mixture, its epoch) of drawn ordinals; the name is empty when the run has one set only."""
+        ...
+
+    async def drawn_by_dataset(self, drawn: int) -> dict[str, int]:
+        """How many of the first `drawn` ordinals each set of the mixture has; empty when the run has one set only."""
         ...
 
     async def eval_prompts(self, name: str, start: int, count: int) -> tuple[list[Prompt], int]:

@@ -41,6 +41,15 @@ class PutOutcome(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A step whose weights are safe on the trainer's disk; `frontier`: lowest ordinal that was not finished."""
+
+    step: int
+    path: str
+    frontier: int
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """A run as the store has it."""
 
@@ -57,6 +66,8 @@ class RunRecord:
     spec_json: str
     row_count: int
     skipped_count: int
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Those the run can be restored to with all their payload, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,15 @@ class Grant:
     ordinal: int
     attempt: int
     deadline_ms: int
+    partial: PartialKey | None = None
+
+
+@dataclass(frozen=True)
+class PartialKey:
+    """Where the store keeps what an unfinished attempt had made."""
+
+    token: str
+    sample_count: int
 
 
 @dataclass(frozen=True)
@@ -98,11 +118,26 @@ class Grants:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What an ordinal stands for.
+
+    `reason`: why it cannot be given out (MALFORMED, PROMPT_TOO_LONG), with one sentence; empty when it can. The prompt
+    of a malformed row has no text.
+    """
+
+    prompt: Prompt
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class PromptLease:
     """A grant with its prompt."""
 
     grant: Grant
     prompt: Prompt
+    partial: StoredGroup | None = None
+    """What an unfinished attempt had made."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +167,42 @@ class PackedGroup:
     min_version: int | None
     rewards: tuple[float | None, ...]
     mean_response_length: float
+    side_payloads: tuple[SideShape, ...] = ()
+    """Payloads that its samples name and that were stored before."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all payload."""
+        """Bytes of all payload, side payloads left out."""
         return len(self.headers) + len(self.summary) + sum(map(len, self.heads)) + sum(map(len, self.tensors))
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of all side payloads."""
+        return sum(one.size_bytes for one in self.side_payloads)
+
+
+@dataclass(frozen=True)
+class SideShape:
+    """A large tensor beside a sample: `index` of the sample, rows along the first dimension."""
+
+    index: int
+    name: str
+    row_count: int
+    row_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.row_count * self.row_bytes
+
+
+@dataclass(frozen=True)
+class SideRows:
+    """Consecutive rows of a side payload as bytes."""
+
+    start: int
+    count: int
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -146,6 +212,35 @@ class PutResult:
     group_id: str
     outcome: PutOutcome
     message: str = ""
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """A READY group with the payload it has now: another token means that it was made again."""
+
+    ordinal: int
+    token: str
+
+
+@dataclass(frozen=True)
+class ReadyGroup:
+    """What a function of the user may know of a READY group. `headers`: of all its samples, packed."""
+
+    key: GroupKey
+    headers: bytes
+    min_version: int
+    restored: bool
+    """It was given back by a rollback."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the store must be told before it takes a batch: which groups to take (`pick`), or what to do with stale
+    ones (`keys`)."""
+
+    policy_version: int
+    keys: tuple[GroupKey, ...]
+    pick: bool
 
 
 @dataclass(frozen=True)
@@ -182,12 +277,25 @@ class GroupRecord:
     min_version: int | None
     rewards: tuple[float | None, ...]
     mean_response_length: float | None
+    dataset: str = ""
+    """Data set of a mixture; empty when the run has one only."""
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Which groups are wanted; empty fields want all."""
+
+    states: tuple[GroupState, ...] = ()
+    step: int | None = None
+    evict_reasons: tuple[str, ...] = ()
+    dataset: str = ""
 
 
 @dataclass(frozen=True)
 class Stats:
     """Counts of a run. drawn = pending + leased + ready + reserved + consumed + evicted, always."""
 
+    state: RunState
     drawn: int
     pending: int
     leased: int
@@ -203,6 +311,12 @@ class Stats:
     row_count: int
     evicted_by_reason: dict[str, int] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
+    oldest_age_seconds: dict[str, float] = field(default_factory=dict)
+    """By open state: how long the group that is in it longest is in it."""
+    drawn_by_dataset: dict[str, int] = field(default_factory=dict)
+    store_used_bytes: int = 0
+    store_limit_bytes: int = 0
+    """0: no bound."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from services.common.run_spec.data import DataSettings
+from services.common.run_spec.data import DataSettings, PromptSet
 from services.common.run_spec.reward import GRADERS, RewardSettings
 from services.common.run_spec.rollout import RolloutSettings
 from services.common.run_spec.trainer import ADVANTAGE_ESTIMATORS, TrainerSettings
@@ -26,6 +26,7 @@ __all__ = [
     "GRADERS",
     "GROUPS",
     "DataSettings",
+    "PromptSet",
     "RewardSettings",
     "RolloutSettings",
     "RunSpec",
@@ -120,8 +121,23 @@ class RunSpec(StrictModel):
             raise ValueError(
                 f"eval_interval {rollout.eval_interval} needs eval_prompt_data, name and path of a JSONL file"
             )
-        if trainer.loss_type == "sft_loss" and not self.data.label_key:
+        if trainer.loss_type == "sft_loss" and not (self.data.label_key or self.data.prompt_data_mixture):
             raise ValueError("loss_type sft_loss needs label_key, the field with the answer to learn")
+        return self
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> RunSpec:
+        for part in self.data.prompt_data_mixture:
+            if self.trainer.loss_type == "sft_loss" and not (part.label_key or self.data.label_key):
+                raise ValueError(
+                    f"loss_type sft_loss needs label_key, the field with the answer to learn; data set {part.name} of"
+                    " prompt_data_mixture has none"
+                )
+            if part.rm_type == "custom" and not self.reward.custom_rm_path:
+                raise ValueError(
+                    f"data set {part.name} of prompt_data_mixture has rm_type custom; set custom_rm_path, the import"
+                    " path of the reward function"
+                )
         return self
 
     @property

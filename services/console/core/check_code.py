@@ -18,6 +18,7 @@ def check_code(spec: RunSpec) -> None:
     paths = {
         "custom_generate_function_path": spec.rollout.custom_generate_function_path,
         "custom_rm_path": spec.reward.custom_rm_path,
+        "curriculum_path": spec.data.curriculum_path,
     }
     for key, path in paths.items():
         if path:

@@ -123,6 +123,8 @@ def _value(key: Key, rest: _Tokens, inline: str | None, before: Any) -> Any:
             raise SettingsError(f"{key.flag} needs at least one value.")
         if not key.required and [text.lower() for text in texts] in (["none"], ["null"]):
             return []
+        if key.item == "map":
+            return [*(before or []), *(_mapping(key, text) for text in texts)]
         if key.item != "str":
             texts = [part for text in texts for part in text.split(",") if part]
         items = texts if key.item == "str" else [scalar(text) for text in texts]

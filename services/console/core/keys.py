@@ -60,7 +60,7 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...], str]:
     if origin is Literal:
         return "choice", tuple(str(argument) for argument in arguments), ""
     if origin is tuple:
-        return "list", (), _SCALARS[arguments[0]]
+        return "list", (), _SCALARS.get(arguments[0], "map")
     if origin is dict:
         return "map", (), ""
     return _SCALARS[annotation], (), ""

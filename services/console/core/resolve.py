@@ -13,13 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.common.run_spec import ADVANTAGE_ESTIMATORS, GRADERS, RunSpec
+from services.common.run_spec import ADVANTAGE_ESTIMATORS, GRADERS, PromptSet, RunSpec
 from services.common.settings import SettingsError
 from services.console.core.flags import CommandLine
 from services.console.core.keys import all_keys, flag_of
 from services.console.core.run_file import RunFile, read_run_file
 from services.console.core.suggest import nearest
 
+_MIXTURE = "prompt_data_mixture"
 _LOCAL_PATHS = (
     ("", "run_dir"),
     ("data", "prompt_data"),
@@ -61,6 +62,14 @@ def _absolute(data: dict[str, Any]) -> dict[str, Any]:
         section["eval_prompt_data"] = [
             _path(part) if index % 2 or len(pairs) == 1 else part for index, part in enumerate(pairs)
         ]
+    mixture = section.get(_MIXTURE) if isinstance(section, dict) else None
+    if isinstance(mixture, list | tuple):
+        section[_MIXTURE] = [
+            {**part, "path": _path(part["path"])}
+            if isinstance(part, dict) and isinstance(part.get("path"), str)
+            else part
+            for part in mixture
+        ]
     return data
 
 
@@ -84,6 +93,8 @@ def _explain(error: ValidationError, file: RunFile, sources: Mapping[str, str]) 
     first = min(problems, key=lambda problem: problem["type"] == "missing")
     location = [part for part in first["loc"] if isinstance(part, str)]
     path = ".".join(location)
+    if location[1:2] == [_MIXTURE] and len(location) > 2:
+        return _about_mixture(first, file, sources)
     if first["type"] == "missing":
         return _missing(location, file)
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
@@ -108,6 +119,21 @@ def _about_group(reason: str, path: str, file: RunFile) -> str:
     if not file.path:
         return _sentence(f"{reason[0].upper()}{reason[1:]}")
     return _sentence(f"{file.where(path)}: {reason}")
+
+
+def _about_mixture(problem: Any, file: RunFile, sources: Mapping[str, str]) -> str:
+    """A mistake inside a data set of a mixture, which is counted from 1."""
+    group, mixture, index, name = problem["loc"][:4]
+    start = sources.get(f"{group}.{mixture}") or f"{file.where(f'{group}.{mixture}')}: {mixture}"
+    start += f", data set {index + 1}:"
+    if problem["type"] == "missing":
+        return f"{start} it has no {name}; set it."
+    if problem["type"] == "extra_forbidden":
+        close = nearest(name, list(PromptSet.model_fields))
+        known = f"did you mean {close!r}?" if close else f"it may have {', '.join(PromptSet.model_fields)}."
+        return f"{start} unknown key {name!r}; {known}"
+    reason = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"{start} {name} is {problem['input']!r}: {reason[0].lower()}{reason[1:]}."
 
 
 def _hint(name: str, value: Any) -> str:

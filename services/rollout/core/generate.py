@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import Code, ServiceError
+from services.common.import_path import load_function
 from services.common.records import Prompt, SampleStatus, SamplingParams
 from services.rollout.core.completer import Completer
 from services.rollout.core.engine_port import Generation
-from services.rollout.core.import_path import load_function
 from services.rollout.core.ports import Tokenizer
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.slime import SlimeFunction
@@ -161,7 +161,7 @@ def check_function(run: RunSettings) -> tuple[Callable[..., Any], bool] | None:
     """
     if run.generate_path is None:
         return None
-    function = load_function(run.generate_path, PATH_KEY)
+    function = load_function(run.generate_path, PATH_KEY, "the rollout node")
     if not inspect.iscoroutinefunction(function):
         raise _unusable(run.generate_path, "it is not an async function; write async def generate(...)")
     names = list(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Functions named by import path, "package.module.function"."""
+"""Functions of users, named by import path: "package.module.function"."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from services.common.errors import Code, ServiceError
 
 
-def load_function(path: str, key: str) -> Callable[..., Any]:
-    """The function at `path`, which the user gave as `key`. Raises FAILED_PRECONDITION/FUNCTION_NOT_LOADABLE
-    with one sentence naming key, path and remedy."""
+def load_function(path: str, key: str, where: str) -> Callable[..., Any]:
+    """The function at `path`, which the user gave as `key`, imported in this process (`where`, as in "the buffer").
+
+    Raises FAILED_PRECONDITION/FUNCTION_NOT_LOADABLE with one sentence naming key, path and remedy.
+    """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name:
         raise _unloadable(path, key, "it has no module part; write package.module.function")
@@ -19,7 +21,7 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            why = f"there is no module {error.name!r}; is its directory on PYTHONPATH of the rollout node?"
+            why = f"there is no module {error.name!r}; is its directory on PYTHONPATH of {where}?"
         else:
             why = f"{module_name} needs the missing module {error.name!r}"
         raise _unloadable(path, key, why) from error
