@@ -17,7 +17,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys([str(ROOT), str(ROOT / "proto" / "gen"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))])
 )
 
-SECONDS_BY_FOLDER = {"unit": 60, "contract": 60, "house": 60, "integration": 300, "faults": 300, "gpu": 600}
+SECONDS_BY_FOLDER = {
+    "unit": 60,
+    "contract": 60,
+    "house": 60,
+    "integration": 300,
+    "faults": 300,
+    "stateful": 120,
+    "gpu": 600,
+}
 """Folder under tests/ → time limit of one test. The folder's name is its marker."""
 
 
