@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -135,3 +135,8 @@ class SamplingParams:
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+
+    def overlaid(self, other: SamplingParams | None) -> SamplingParams:
+        """These settings where `other` leaves them open (None, or no stops), else those of `other`."""
+        given = {name: value for name, value in vars(other).items() if value not in (None, ())} if other else {}
+        return replace(self, **given)

@@ -1,4 +1,7 @@
-"""Do the JSONL files of a run hold what its keys promise? One pass, line by line, constant memory."""
+"""Do the data files of a run hold what its keys promise? One pass over JSONL, line by line, constant memory.
+
+Of a parquet file only the columns are looked at; its rows are checked by the buffer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.common.run_spec import DataSettings
+from services.common.run_spec import DataSettings, PromptSet
 from services.common.settings import SettingsError
 
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
@@ -17,30 +20,67 @@ _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
 
 def check_data(data: DataSettings) -> None:
     """Checks the prompts and every evaluation set. Raises SettingsError naming file and line."""
-    if not data.prompt_data:
+    if not data.prompt_data and not data.prompt_data_mixture:
         raise SettingsError("prompt_data is not set; name the JSONL file of prompts with --prompt-data FILE.")
-    fields = {"input_key": data.input_key}
-    if data.label_key:
-        fields["label_key"] = data.label_key
-    check_jsonl(data.prompt_data, "prompt_data", fields)
+    if data.prompt_data:
+        check_file(data.prompt_data, "prompt_data", _fields(data))
+    for part in data.prompt_data_mixture:
+        check_file(part.path, f"prompt_data_mixture {part.name}", _fields(data, part))
     own = {"input_key": data.eval_input_key, "label_key": data.eval_label_key}
-    # An evaluation set may name its fields differently; the message then names the key that does it.
-    eval_fields = {key: field for key, field in fields.items() if not own[key]}
-    eval_fields |= {f"eval_{key}": field for key, field in own.items() if field}
+    sets = {part.name: part for part in data.prompt_data_mixture}
     for name, path in data.eval_datasets.items():
-        check_jsonl(path, f"eval_prompt_data {name}", eval_fields)
+        # An evaluation set may name its fields differently; the message then names the key that does it.
+        fields = {key: field for key, field in _fields(data, sets.get(name)).items() if not own[key]}
+        fields |= {f"eval_{key}": field for key, field in own.items() if field}
+        check_file(path, f"eval_prompt_data {name}", fields)
 
 
-def check_jsonl(path: str, key: str, fields: dict[str, str]) -> int:
-    """Rows of a JSONL file in which every object has the fields (key that names a field → field).
+def _fields(data: DataSettings, part: PromptSet | None = None) -> dict[str, str]:
+    """Key that names a field → field, of the run or of a set of its mixture."""
+    fields = {"input_key": (part and part.input_key) or data.input_key}
+    label = (part and part.label_key) or data.label_key
+    return fields | ({"label_key": label} if label else {})
 
-    Raises SettingsError for a missing or empty file, a malformed line or a missing field.
+
+def check_file(path: str, key: str, fields: dict[str, str]) -> int:
+    """Rows of a data file in which every row has the fields (key that names a field → field).
+
+    Raises SettingsError for a missing or empty file, a malformed row or a missing field.
     """
     slice_of = _SLICE.fullmatch(path)
     file = Path(slice_of["path"] if slice_of else path)
     if not file.is_file():
         what = "is a directory" if file.is_dir() else "does not exist"
-        raise SettingsError(f"{key} {file} {what}; give the path of a JSONL file, one object a line.")
+        raise SettingsError(f"{key} {file} {what}; give the path of a JSONL file, one object a line, or of parquet.")
+    if file.suffix == ".parquet":
+        return _check_parquet(file, key, fields)
+    return _check_jsonl(file, key, fields)
+
+
+def _check_parquet(file: Path, key: str, fields: dict[str, str]) -> int:
+    """Looks at the footer. Without pyarrow here the buffer alone can tell."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        return 0
+    try:
+        metadata = parquet.read_metadata(file)
+    except (ArrowException, OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200].rstrip(".")
+        raise SettingsError(f"{key} {file} is no parquet file that can be read ({why}); write it again.") from error
+    names = metadata.schema.to_arrow_schema().names
+    for setting, field in fields.items():
+        if field not in names:
+            raise SettingsError(
+                f"{file}: no column {field!r}, which {setting} names; its columns are {', '.join(map(repr, names))}."
+                f" Set {setting} or correct the file."
+            )
+    if not metadata.num_rows:
+        raise SettingsError(f"{key} {file} has no rows; write one prompt a row.")
+    return metadata.num_rows
+
+
+def _check_jsonl(file: Path, key: str, fields: dict[str, str]) -> int:
     count = 0
     for number, row in _rows(file):
         _check_row(f"{file}:{number}", row, fields)

@@ -19,8 +19,10 @@ _DEBUG = "`tetrarch samples` shows what was generated; there are no dump files"
 _REPLAY = "mixture-of-experts models are not supported yet"
 _DISTILL = "on-policy distillation is not built yet"
 _TEACHER = "there is no teacher server"
-_FILTER = "filters of groups are not built yet; a grader may leave a sample unscored"
-_DATA = "data comes from JSONL files (prompt_data, eval_prompt_data)"
+_FILTER = (
+    "whole groups are filtered (dynamic_sampling_filter_path, buffer_filter_path); a grader may leave a sample unscored"
+)
+_DATA = "data comes from JSONL or parquet files (prompt_data, prompt_data_mixture, eval_prompt_data)"
 _MEMORY = "the trainer chooses its own memory settings"
 _ROUTER = "each rollout node runs a router of its own; pass its options as --sglang-router-<name>"
 _CHECKPOINT = "checkpoints hold all that a resume needs; set save and save_interval"
@@ -63,10 +65,7 @@ _BY_REASON: dict[str, str] = {
         " custom_convert_samples_to_train_data_path rollout_all_samples_process_path custom_megatron_init_path"
         " custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path data_source_path"
     ),
-    _FILTER: (
-        "dynamic_sampling_filter_path rollout_sample_filter_path buffer_filter_path over_sampling_batch_size"
-        " disable_rewards_normalization"
-    ),
+    _FILTER: ("rollout_sample_filter_path disable_rewards_normalization"),
     "the buffer keeps every finished group by itself, and requests in flight follow pause_mode": (
         "partial_rollout mask_offpolicy_in_partial_rollout keep_old_actor"
     ),

@@ -76,8 +76,7 @@ class Evaluation:
         self._request = request
         self._slots = asyncio.Semaphore(concurrency)
         run = maker.run
-        given = {name: value for name, value in vars(request.sampling).items() if value not in (None, ())}
-        self._sampling = replace(run.eval_sampling, **given)
+        self._sampling = run.eval_sampling.overlaid(request.sampling)
         self._sample_count = request.sample_count or run.samples_per_eval_prompt
 
     async def run(self) -> AsyncIterator[EvaluationProgress]:

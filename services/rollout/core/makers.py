@@ -48,7 +48,8 @@ class RolloutMaker:
     async def make(self, prompt: Prompt) -> Group:
         """A scored group. Raises UNSCORED when no sample has a reward."""
         began = time.monotonic()
-        samples = await self.samples(prompt, self.run.sampling, self.run.samples_per_prompt)
+        sampling = self.run.sampling.overlaid(prompt.sampling)
+        samples = await self.samples(prompt, sampling, self.run.samples_per_prompt)
         generated = time.monotonic()
         samples = await self.score(prompt, samples)
         if unscored(samples):

@@ -32,10 +32,7 @@ class Scoring:
     def __init__(self, scorer: Scorer, settings: ScoreSettings) -> None:
         self._scorer = scorer
         self._settings = settings
-        # A grouped grader sees one group a call; else items of many groups share calls when there are many.
-        self._batcher: Batcher[list[ScoreItem], list[Score]] = Batcher(
-            self._score_groups, max_items=1 if settings.grouped else 64, concurrency=64 if settings.grouped else 8
-        )
+        self._batchers: dict[tuple[str, str], Batcher[list[ScoreItem], list[Score]]] = {}
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with rewards or reasons. Samples that have a reward keep it. Never raises ServiceError."""
@@ -46,27 +43,46 @@ class Scoring:
         ]
         if not items:
             return list(samples)
-        by_id = dict(zip((item.item_id for item in items), await self._batcher.submit(items), strict=True))
+        scores = await self._batcher(prompt).submit(items)
+        by_id = dict(zip((item.item_id for item in items), scores, strict=True))
         return [scored(s, by_id[s.sample_id]) if s.sample_id in by_id else s for s in samples]
 
-    async def _score_groups(self, groups: list[list[ScoreItem]]) -> list[list[Score]]:
+    def _batcher(self, prompt: Prompt) -> Batcher[list[ScoreItem], list[Score]]:
+        """Calls of one grader with one set of options: the prompt's own, or else the run's."""
+        grader = prompt.rm_type or self._settings.grader
+        # Options belong to a grader: a set that names another one does not inherit the run's.
+        inherited = self._settings.options_json if grader == self._settings.grader else "{}"
+        key = (grader, prompt.rm_options_json or inherited)
+        if key not in self._batchers:
+            # A grouped grader sees one group a call; else items of many groups share calls when there are many.
+            grouped = self._grouped(grader)
+            self._batchers[key] = Batcher(
+                lambda groups: self._score_groups(*key, groups),
+                max_items=1 if grouped else 64,
+                concurrency=64 if grouped else 8,
+            )
+        return self._batchers[key]
+
+    def _grouped(self, grader: str) -> bool:
+        return self._settings.grouped and grader == "custom"
+
+    async def _score_groups(self, grader: str, options: str, groups: list[list[ScoreItem]]) -> list[list[Score]]:
         items = [item for group in groups for item in group]
-        scores = await self._until_deadline(items)
+        scores = await self._until_deadline(grader, options, items)
         result, at = [], 0
         for group in groups:
             result.append(scores[at : at + len(group)])
             at += len(group)
         return result
 
-    async def _until_deadline(self, items: Sequence[ScoreItem]) -> list[Score]:
+    async def _until_deadline(self, grader: str, options: str, items: Sequence[ScoreItem]) -> list[Score]:
         settings = self._settings
         deadline = time.monotonic() + settings.timeout
         pause, longest = _RETRY_SECONDS
         while True:
             remaining = deadline - time.monotonic()
-            call = ScoreCall(
-                settings.grader, settings.custom_path, settings.options_json, settings.grouped, remaining * _RPC_SLACK
-            )
+            path = settings.custom_path if grader == "custom" else ""
+            call = ScoreCall(grader, path, options, self._grouped(grader), remaining * _RPC_SLACK)
             try:
                 return await asyncio.wait_for(self._scorer.score(call, items), max(remaining, 0.01))
             except TimeoutError:

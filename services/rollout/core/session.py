@@ -138,11 +138,10 @@ class RunSession:
         maker = self._engines_of("generate")
         if not len(prompt.tokens):
             prompt = replace(prompt, tokens=np.array(maker.tokenizer.encode(prompt.text), np.int32))
-        given = {name: value for name, value in vars(sampling).items() if value not in (None, ())}
         limited = replace(self.run, generate_timeout=min(timeout, self.run.generate_timeout))
         generator = Generator(maker.generator.completer, limited)
         single = replace(maker, generator=generator)
-        return await single.samples(prompt, replace(self.run.sampling, **given), max(1, sample_count))
+        return await single.samples(prompt, self.run.sampling.overlaid(sampling), max(1, sample_count))
 
     def _engines_of(self, verb: str) -> RolloutMaker:
         if self._maker is None:

@@ -152,7 +152,7 @@ def test_missing_run_file(run_folder):
 def test_missing_data(run_folder):
     (run_folder / "train.jsonl").unlink()
     assert sentence() == (
-        f"prompt_data {run_folder}/train.jsonl does not exist; give the path of a JSONL file, one object a line."
+        f"prompt_data {run_folder}/train.jsonl does not exist; give the path of a JSONL file, one object a line, or of parquet."
     )
 
 
