@@ -38,7 +38,7 @@ ROUNDS_MOST = 15
 BAR = ">= 0.97"
 START_SECONDS = {"cpu": 180.0, "cuda": 400.0}
 RUN_FILES = {"cpu": "first_run_grpo.yaml", "cuda": "smollm2_grpo.yaml"}
-SIZES = {"cpu": (32, 16, 64), "cuda": (128, 64, 256)}
+SIZES = {"cpu": (32, 16, 64), "cuda": (256, 128, 256)}
 """Groups of a round, groups in flight, response tokens."""
 
 
