@@ -15,6 +15,7 @@ from services.buffer.adapters.redis_blocks import RedisBlocks
 from services.buffer.adapters.redis_connection import Connection
 from services.buffer.adapters.redis_members import RedisMembers
 from services.buffer.adapters.redis_store import RedisStore
+from services.buffer.adapters.user_functions import UserFunctionRunner
 from services.buffer.config import BufferSettings
 from services.buffer.core.buffer import Buffer
 from services.buffer.core.records import RunState
@@ -34,7 +35,9 @@ class App:
     def __init__(self, settings: BufferSettings) -> None:
         self._settings = settings
         self._connection = Connection(settings.store_url)
-        self.buffer = Buffer(RedisStore(self._connection), PromptLoader(RedisBlocks(self._connection)))
+        self._functions = UserFunctionRunner()
+        store = RedisStore(self._connection, settings.store_max_bytes)
+        self.buffer = Buffer(store, PromptLoader(RedisBlocks(self._connection)), self._functions)
         self.server = GrpcServer(settings, "buffer")
         self.server.add(add_BufferServiceServicer_to_server, BufferServicer(self.buffer), BUFFER_SERVICE)
         registry = RegistryServicer(RedisMembers(self._connection))
@@ -43,9 +46,9 @@ class App:
         self._sweeper: asyncio.Task | None = None
 
     async def start(self) -> None:
-        """Waits for the store and serves. Raises STORE_UNAVAILABLE, PORT_IN_USE."""
+        """Waits for the store and serves. Raises STORE_UNAVAILABLE, STORE_UNSAFE, PORT_IN_USE."""
         await self._connect()
-        for warning in await self._connection.warnings():
+        for warning in await self._connection.check():
             _log.warning(warning)
         await self.server.start()
         await self._set_ready(True)
@@ -66,6 +69,7 @@ class App:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
+        self._functions.close()
         await self._connection.close()
 
     async def _connect(self) -> None:
@@ -101,11 +105,14 @@ class App:
 
     async def _sweep(self) -> None:
         start, more = 0, True
+        seen: set[str] = set()
         while more:
             runs, more = await self.buffer.list_runs([RunState.ACTIVE], start, 100)
             start += len(runs)
             for run in runs:
+                seen.add(run.run_id)
                 metrics.report(run.run_id, await self.buffer.stats(run.run_id))
+        metrics.forget_all_but(seen)
 
 
 async def serve(settings: BufferSettings) -> None:

@@ -9,11 +9,12 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from pydantic import ValidationError
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.buffer.v1 import registry_service_pb2, run_pb2
-from tetrarch.common.v1 import sample_pb2
+from tetrarch.common.v1 import sample_pb2, tensor_pb2
 
 from services.buffer.core.plan import RunPlan, make_plan
 from services.buffer.core.records import (
     Batch,
+    GroupFilter,
     GroupRecord,
     GroupState,
     Leases,
@@ -21,13 +22,18 @@ from services.buffer.core.records import (
     PutResult,
     RunRecord,
     RunState,
+    SideRows,
+    SideShape,
     Stats,
     StoredGroup,
 )
+from services.buffer.pack import side_shape
 from services.common.convert import prompt_to_proto
 from services.common.errors import Code, ServiceError, invalid_field
 from services.common.run_spec import RunSpec
 from services.common.settings import explain
+
+_SIDE_PIECE_BYTES = 1 << 20
 
 
 def seconds(message: duration_pb2.Duration) -> float:
@@ -56,7 +62,7 @@ def run_to_proto(run: RunRecord) -> run_pb2.Run:
     """Message of a run."""
     return run_pb2.Run(
         run_id=run.run_id,
-        state=run_pb2.RunState.Value(f"RUN_STATE_{run.state.value}"),
+        state=run_state_to_proto(run.state),
         reason=run.reason,
         create_time=timestamp(run.created_ms),
         policy_version=run.policy_version,
@@ -66,7 +72,15 @@ def run_to_proto(run: RunRecord) -> run_pb2.Run:
         trainer_epoch=run.trainer_epoch,
         reserved_version=run.reserved_version,
         spec_json=run.spec_json,
+        checkpoints=[
+            run_pb2.Checkpoint(step=one.step, path=one.path, frontier_ordinal=one.frontier) for one in run.checkpoints
+        ],
     )
+
+
+def run_state_to_proto(state: RunState) -> run_pb2.RunState:
+    """Enum value of a state."""
+    return run_pb2.RunState.Value(f"RUN_STATE_{state.value}")
 
 
 def run_state(value: int) -> RunState:
@@ -84,12 +98,25 @@ def group_state(value: int) -> GroupState:
     return GroupState(run_pb2.GroupState.Name(value).removeprefix("GROUP_STATE_"))
 
 
+def group_filter(request: pb.ListGroupsRequest) -> GroupFilter:
+    """Which groups are asked for. Raises INVALID_FIELD."""
+    return GroupFilter(
+        states=tuple(group_state(state) for state in request.states),
+        step=request.step if request.HasField("step") else None,
+        evict_reasons=tuple(request.evict_reasons),
+        dataset=request.dataset,
+    )
+
+
 def leases_to_proto(leases: Leases) -> pb.LeasePromptsResponse:
     """Response of LeasePrompts."""
     return pb.LeasePromptsResponse(
         leases=[
             pb.PromptLease(
-                lease_id=lease.grant.lease_id, prompt=prompt_to_proto(lease.prompt), attempt=lease.grant.attempt
+                lease_id=lease.grant.lease_id,
+                prompt=prompt_to_proto(lease.prompt),
+                attempt=lease.grant.attempt,
+                partial=stored_group_to_proto(lease.partial) if lease.partial else None,
             )
             for lease in leases.leases
         ],
@@ -144,6 +171,10 @@ def stats_to_proto(stats: Stats) -> run_pb2.RunStats:
         payload_bytes=stats.payload_bytes,
         policy_version=stats.policy_version,
         row_count=stats.row_count,
+        oldest_age_seconds=stats.oldest_age_seconds,
+        drawn_by_dataset=stats.drawn_by_dataset,
+        store_used_bytes=stats.store_used_bytes,
+        store_limit_bytes=stats.store_limit_bytes,
     )
 
 
@@ -162,6 +193,7 @@ def group_info(group: GroupRecord) -> run_pb2.GroupInfo:
         min_version=group.min_version,
         rewards=[math.nan if reward is None else reward for reward in group.rewards],
         mean_response_length=group.mean_response_length,
+        dataset=group.dataset,
     )
 
 
@@ -190,3 +222,45 @@ def member_to_proto(member: Member) -> registry_service_pb2.Member:
         attributes=member.attributes,
         expire_time=timestamp(member.expire_ms),
     )
+
+
+def side_rows_from_proto(request: pb.PutSidePayloadRequest) -> tuple[SideShape, list[SideRows]]:
+    """(what the payload is, its rows in pieces of about a MiB). The sample's index is left 0. Raises INVALID_FIELD."""
+    payload, shape = side_payload_of(request.payload.SerializeToString())
+    rows = request.rows
+    count = rows.shape[0] if rows.shape else 0
+    if rows.data_type != payload.data_type or list(rows.shape[1:]) != list(payload.shape[1:]):
+        raise invalid_field("rows", list(rows.shape), f"rows of {payload.name!r} have shape {list(payload.shape[1:])}")
+    if len(rows.data) != count * shape.row_bytes or count < 1:
+        raise invalid_field("rows", len(rows.data), f"{count} rows of {shape.row_bytes} bytes were announced")
+    if not 0 <= request.row_start <= shape.row_count - count:
+        raise invalid_field("row_start", request.row_start, f"the payload has {shape.row_count} rows")
+    step = max(1, _SIDE_PIECE_BYTES // shape.row_bytes)
+    return shape, [
+        SideRows(
+            request.row_start + at,
+            min(step, count - at),
+            rows.data[at * shape.row_bytes : min(at + step, count) * shape.row_bytes],
+        )
+        for at in range(0, count, step)
+    ]
+
+
+def side_payload_of(meta: bytes) -> tuple[sample_pb2.SidePayload, SideShape]:
+    """(message, shape) of a side payload's description. Raises INVALID_FIELD."""
+    payload = sample_pb2.SidePayload.FromString(meta)
+    return payload, side_shape(payload, 0)
+
+
+def row_range(request: pb.FetchSidePayloadsRequest, row_count: int) -> tuple[int, int]:
+    """(first row, one past the last). Raises INVALID_FIELD."""
+    end = request.row_end or row_count
+    if not 0 <= request.row_start < end <= row_count:
+        raise invalid_field("row_end", request.row_end, f"{request.name!r} has rows 0 to {row_count}")
+    return request.row_start, end
+
+
+def side_rows_to_proto(sample_id: str, payload: sample_pb2.SidePayload, rows: SideRows) -> pb.FetchSidePayloadsResponse:
+    """Response of FetchSidePayloads."""
+    tensor = tensor_pb2.Tensor(data_type=payload.data_type, shape=[rows.count, *payload.shape[1:]], data=rows.data)
+    return pb.FetchSidePayloadsResponse(sample_id=sample_id, row_start=rows.start, rows=tensor)

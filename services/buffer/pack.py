@@ -8,6 +8,7 @@ It reads messages directly instead of building arrays: this is the hottest path 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
@@ -15,8 +16,20 @@ from tetrarch.common.v1 import sample_pb2, tensor_pb2
 
 from services.buffer.core import groups
 from services.buffer.core.groups import SampleShape
-from services.buffer.core.records import PackedGroup, PutOutcome, PutResult
+from services.buffer.core.records import PackedGroup, PutOutcome, PutResult, SideShape
+from services.common.errors import ServiceError, invalid_field
 
+_SIDE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TYPE_BYTES = {
+    tensor_pb2.DATA_TYPE_BOOL: 1,
+    tensor_pb2.DATA_TYPE_UINT8: 1,
+    tensor_pb2.DATA_TYPE_INT32: 4,
+    tensor_pb2.DATA_TYPE_INT64: 8,
+    tensor_pb2.DATA_TYPE_FLOAT16: 2,
+    tensor_pb2.DATA_TYPE_BFLOAT16: 2,
+    tensor_pb2.DATA_TYPE_FLOAT32: 4,
+    tensor_pb2.DATA_TYPE_FLOAT64: 8,
+}
 _ITEM_BYTES = {
     "tokens": (tensor_pb2.DATA_TYPE_INT32, 4),
     "loss_mask": (tensor_pb2.DATA_TYPE_UINT8, 1),
@@ -32,6 +45,34 @@ def pack_groups(leased: Iterable[pb.LeasedGroup], run_id: str, sample_count: int
     return [_pack_or_refuse(item, run_id, sample_count) for item in leased]
 
 
+def pack_partial_groups(leased: Iterable[pb.LeasedGroup], run_id: str, sample_count: int) -> list[PackedGroup]:
+    """Unfinished groups ready to be stored: any of their samples, each unfinished one ABORTED. Raises INVALID_FIELD."""
+    packed = []
+    for item in leased:
+        messages = list(item.group.samples)
+        problem = next((text for message in messages if (text := _message_problem(message))), "")
+        shapes = [_shape(message) for message in messages]
+        problem = problem or groups.partial_problem(
+            run_id, item.group.group_id, item.group.ordinal, shapes, sample_count
+        )
+        if problem:
+            raise invalid_field("partial_groups", item.group.group_id, problem)
+        packed.append(_pack(item, messages, shapes))
+    return packed
+
+
+def side_shape(payload: sample_pb2.SidePayload, index: int) -> SideShape:
+    """Shape of a side payload of sample `index`. Raises INVALID_FIELD."""
+    size = _TYPE_BYTES.get(payload.data_type)
+    if not _SIDE_NAME.fullmatch(payload.name):
+        raise invalid_field("payload.name", payload.name, "use up to 64 letters, digits, '.', '_' and '-'")
+    if size is None:
+        raise invalid_field("payload.data_type", payload.data_type, "set it to a known type")
+    if not payload.shape or min(payload.shape) < 1:
+        raise invalid_field("payload.shape", list(payload.shape), "use at least one dimension, all of them 1 or more")
+    return SideShape(index, payload.name, payload.shape[0], math.prod(payload.shape[1:]) * size)
+
+
 def _pack_or_refuse(item: pb.LeasedGroup, run_id: str, sample_count: int) -> PackedGroup | PutResult:
     group = item.group
     messages = list(group.samples)
@@ -39,9 +80,24 @@ def _pack_or_refuse(item: pb.LeasedGroup, run_id: str, sample_count: int) -> Pac
     if not problem:
         shapes = [_shape(message) for message in messages]
         problem = groups.group_problem(run_id, group.group_id, group.ordinal, shapes, sample_count)
+    if not problem:
+        problem = _side_problem(messages)
     if problem:
         return PutResult(group.group_id, PutOutcome.INVALID, problem)
     return _pack(item, messages, shapes)
+
+
+def _side_problem(messages: Iterable[sample_pb2.Sample]) -> str:
+    for message in messages:
+        names = [payload.name for payload in message.side_payloads]
+        if len(set(names)) != len(names):
+            return f"sample {message.sample_id} names a side payload twice."
+        for payload in message.side_payloads:
+            try:
+                side_shape(payload, message.index)
+            except ServiceError as error:
+                return f"sample {message.sample_id}: {error.message}"
+    return ""
 
 
 def _message_problem(message: sample_pb2.Sample) -> str:
@@ -118,4 +174,7 @@ def _pack(item: pb.LeasedGroup, messages: list[sample_pb2.Sample], shapes: list[
         min_version=oldest,
         rewards=tuple(rewards),
         mean_response_length=groups.mean_response_length(shapes),
+        side_payloads=tuple(
+            side_shape(payload, message.index) for message in messages for payload in message.side_payloads
+        ),
     )

@@ -16,7 +16,7 @@ from services.buffer.core import ids
 from services.buffer.core.buffer import Buffer
 from services.buffer.core.ports import MemberStore
 from services.buffer.core.records import LeaseRequest
-from services.buffer.pack import pack_groups
+from services.buffer.pack import pack_groups, pack_partial_groups
 from services.common.convert import prompt_to_proto
 from services.common.errors import invalid_field
 
@@ -78,6 +78,11 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         run = await self._buffer.finish_run(request.run_id, state, request.reason, request.trainer_epoch)
         return pb.FinishRunResponse(run=convert.run_to_proto(run))
 
+    async def DeleteRun(self, request, context):
+        """Deletes a run."""
+        count = await self._buffer.delete_run(request.run_id, force=request.force)
+        return pb.DeleteRunResponse(key_count=count)
+
     async def BeginSession(self, request, context):
         """Opens a trainer session."""
         epoch, run = await self._buffer.begin_session(request.run_id, request.caller)
@@ -97,7 +102,13 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
 
     async def ReleaseLeases(self, request, context):
         """Gives leases back."""
-        count, lost = await self._buffer.release_leases(request.run_id, request.lease_ids, request.evict_reason)
+        partials = []
+        if request.partial_groups:
+            count = await self._buffer.samples_per_group(request.run_id)
+            partials = pack_partial_groups(request.partial_groups, request.run_id, count)
+        count, lost = await self._buffer.release_leases(
+            request.run_id, request.lease_ids, request.evict_reason, partials, drained=request.drained
+        )
         return pb.ReleaseLeasesResponse(released_count=count, lost_lease_ids=lost)
 
     async def PutGroups(self, request, context):
@@ -105,6 +116,23 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         count = await self._buffer.samples_per_group(request.run_id)
         packed = pack_groups(request.groups, request.run_id, count)
         return convert.put_results_to_proto(await self._buffer.put_groups(request.run_id, packed))
+
+    async def PutSidePayload(self, request, context):
+        """Stores rows of a side payload."""
+        shape, rows = convert.side_rows_from_proto(request)
+        await self._buffer.side.put(
+            request.run_id, request.lease_id, request.sample_id, (shape, request.payload.SerializeToString(), rows)
+        )
+        return pb.PutSidePayloadResponse()
+
+    async def FetchSidePayloads(self, request, context) -> AsyncIterator[pb.FetchSidePayloadsResponse]:
+        """Streams rows of side payloads."""
+        for sample_id in request.sample_ids:
+            meta = await self._buffer.side.meta(request.run_id, sample_id, request.name)
+            payload, shape = convert.side_payload_of(meta)
+            start, end = convert.row_range(request, shape.row_count)
+            async for rows in self._buffer.side.rows(request.run_id, sample_id, shape, start, end):
+                yield convert.side_rows_to_proto(sample_id, payload, rows)
 
     async def TakeBatch(self, request, context):
         """Reserves a batch."""
@@ -158,12 +186,22 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         """Counts a run."""
         return pb.GetStatsResponse(stats=convert.stats_to_proto(await self._buffer.stats(request.run_id)))
 
+    async def WatchStats(self, request, context) -> AsyncIterator[pb.WatchStatsResponse]:
+        """Streams counts."""
+        interval = convert.seconds(request.min_interval) or 1.0
+        if not 0.01 <= interval <= 3600:
+            raise invalid_field("min_interval", interval, "use 0.01 to 3600 seconds, or 0 for one second")
+        async for stats in self._buffer.watch(request.run_id, interval):
+            yield pb.WatchStatsResponse(
+                stats=convert.stats_to_proto(stats), state=convert.run_state_to_proto(stats.state)
+            )
+
     async def ListGroups(self, request, context):
         """Lists groups."""
         start, count = _page(request.page_size, request.page_token, 50, 500)
-        states = [convert.group_state(state) for state in request.states]
-        step = request.step if request.HasField("step") else None
-        groups, more = await self._buffer.list_groups(request.run_id, start, count, states, step)
+        start = max(start, request.min_ordinal)
+        wanted = convert.group_filter(request)
+        groups, more = await self._buffer.list_groups(request.run_id, start, count, wanted)
         return pb.ListGroupsResponse(
             groups=[convert.group_info(group) for group in groups],
             next_page_token=str(groups[-1].ordinal + 1) if more else "",

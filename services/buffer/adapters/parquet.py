@@ -18,7 +18,7 @@ from services.buffer.adapters.rows import RowFile, malformed, not_found
 from services.common.errors import invalid_field
 from services.common.settings import suggest
 
-_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 16 << 20
 """Decoded row groups that are kept, in bytes (the newest one always)."""
 
 
@@ -73,17 +73,19 @@ class ParquetFile(RowFile):
 
     def fetch(self, places: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """(row number, its values) of rows; row groups are read in order, each once."""
-        groups = np.searchsorted(self._ends, np.asarray(places, np.int64), side="right")
+        wanted = np.asarray(places, np.int64)
+        groups = np.searchsorted(self._ends, wanted, side="right")
         found: list[dict[str, Any]] = [{}] * len(places)
-        for at in np.argsort(groups, kind="stable").tolist():
-            group = int(groups[at])
-            start = int(self._ends[group - 1]) if group else 0
-            found[at] = self._group(group).slice(places[at] - start, 1).to_pylist()[0]
+        for group in np.unique(groups).tolist():
+            at = np.flatnonzero(groups == group)
+            start = self._ends[group - 1] if group else 0
+            for index, values in zip(at, self._group(group).take(wanted[at] - start).to_pylist(), strict=True):
+                found[index] = values
         return list(zip(places, found, strict=True))
 
     def _group(self, group: int) -> Any:
         """Decoded columns of a row group."""
-        from pyarrow import parquet
+        from pyarrow import default_memory_pool, parquet
 
         if group in self._kept:
             self._kept.move_to_end(group)
@@ -96,6 +98,8 @@ class ParquetFile(RowFile):
         self._kept[group] = table
         while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > _KEPT_BYTES:
             self._kept.popitem(last=False)
+        # Decoding takes several times the table; the pool would keep that for itself.
+        default_memory_pool().release_unused()
         return table
 
     def parse(self, row: int, stored: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The connection to a Redis or Valkey server: scripts, failures with a name, and a check that it keeps what it is told.
+"""The connection to a Redis or Valkey server, Sentinel or cluster: scripts, and failures with a name.
 
 Knows nothing of runs. Every key of the project begins with "tetrarch:"; keys of one run share a hash tag, so
 that a cluster keeps them on one node and scripts may touch them together.
@@ -10,20 +10,16 @@ import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 from redis import exceptions as failures
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
 
+from services.buffer.adapters.redis_address import Address, connect
 from services.common.errors import Code, ServiceError
 
 ROOT = "tetrarch:"
 _LUA = Path(__file__).parent / "lua"
-_CONNECTIONS = 64
-_CALL_SECONDS = 10.0
-_CONNECT_SECONDS = 3.0
+_FULL_RETRY_SECONDS = 5.0
 
 
 def run_prefix(run_id: str) -> str:
@@ -35,23 +31,14 @@ class Connection:
     """A pooled client, its scripts, and the translation of its failures.
 
     Args:
-        url: redis://, rediss:// or unix:// address.
+        url: see `redis_address`.
     """
 
     def __init__(self, url: str) -> None:
-        self.client = Redis(
-            connection_pool=BlockingConnectionPool.from_url(
-                url,
-                max_connections=_CONNECTIONS,
-                timeout=_CALL_SECONDS,
-                socket_timeout=_CALL_SECONDS,
-                socket_connect_timeout=_CONNECT_SECONDS,
-                # One repetition covers a pooled connection that a restarted server closed; callers do the rest.
-                retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 1),
-                retry_on_error=[failures.ConnectionError, failures.BusyLoadingError],
-            )
-        )
-        self.address = _without_secrets(url)
+        where = Address.parse(url)
+        self.client = connect(where)
+        self.address = where.shown
+        self.cluster = where.kind == "cluster"
         common = (_LUA / "_common.lua").read_text(encoding="utf-8")
         texts = {path.stem: common + path.read_text(encoding="utf-8") for path in sorted(_LUA.glob("[a-z]*.lua"))}
         self._scripts = {name: (hashlib.sha1(text.encode()).hexdigest(), text) for name, text in texts.items()}
@@ -77,14 +64,7 @@ class Connection:
         try:
             yield
         except failures.OutOfMemoryError as error:
-            raise ServiceError(
-                Code.RESOURCE_EXHAUSTED,
-                "STORE_FULL",
-                f"The store at {self.address} has reached its maxmemory; raise it, or write checkpoints more often so"
-                " that payloads are freed.",
-                retry_seconds=5.0,
-                address=self.address,
-            ) from error
+            raise self.full("has reached its maxmemory") from error
         except failures.AuthenticationError as error:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
@@ -97,6 +77,8 @@ class Connection:
             failures.TimeoutError,
             failures.BusyLoadingError,
             failures.ReadOnlyError,
+            failures.ClusterError,
+            failures.RedisClusterException,
             OSError,
         ) as error:
             raise ServiceError(
@@ -111,7 +93,8 @@ class Connection:
     async def now_ms(self) -> int:
         """The store's clock."""
         async with self.errors():
-            seconds, micros = await self.client.time()
+            answer = await self.client.time(**await self._one())
+        seconds, micros = next(iter(answer.values())) if isinstance(answer, dict) else answer
         return seconds * 1000 + micros // 1000
 
     async def ping(self) -> None:
@@ -119,22 +102,85 @@ class Connection:
         async with self.errors():
             await self.client.ping()
 
+    def full(self, why: str) -> ServiceError:
+        """The error for a store that takes no more payload."""
+        return ServiceError(
+            Code.RESOURCE_EXHAUSTED,
+            "STORE_FULL",
+            f"The store at {self.address} {why}; raise it, or write checkpoints more often so that payloads are freed.",
+            retry_seconds=_FULL_RETRY_SECONDS,
+            address=self.address,
+        )
+
+    async def _one(self) -> dict[str, Any]:
+        """Arguments that send a command without a key to one server of a cluster, always the same."""
+        if not self.cluster:
+            return {}
+        await self.client.initialize()
+        return {"target_nodes": self.client.get_node_from_key(ROOT)}
+
+    async def info(self, section: str) -> list[dict[str, Any]]:
+        """A section of INFO of every server that holds keys."""
+        async with self.errors():
+            if not self.cluster:
+                return [await self.client.info(section)]
+            await self.client.initialize()
+            answers = await self.client.info(section, target_nodes=self.client.get_primaries())
+        return list(answers.values()) if all(isinstance(one, dict) for one in answers.values()) else [answers]
+
+    async def delete_all(self, prefix: str, chunk: int, but: str) -> int:
+        """Deletes every key that begins with `prefix` except `but`, `chunk` at a time, in the background of the store;
+        → how many.
+
+        The keys must share one hash tag. Each call of the store is short, however many keys it holds.
+        """
+        count, names = 0, []
+        pattern = prefix.translate({ord(c): f"\\{c}" for c in "\\*?[]"}) + "*"
+        async with self.errors():
+            if self.cluster:
+                await self.client.initialize()
+            where = {"target_nodes": self.client.get_node_from_key(prefix)} if self.cluster else {}
+            async for name in self.client.scan_iter(match=pattern, count=chunk, **where):
+                if name != (prefix + but).encode():
+                    names.append(name)
+                if len(names) >= chunk:
+                    count += await self.client.unlink(*names)
+                    names = []
+            if names:
+                count += await self.client.unlink(*names)
+        return count
+
+    async def check(self) -> list[str]:
+        """One sentence for every way in which the store may lose data. Raises STORE_UNSAFE when it surely will."""
+        memory = (await self.info("memory"))[0]
+        policy = memory.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction" and int(memory.get("maxmemory", 0)):
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "STORE_UNSAFE",
+                f"The store at {self.address} has maxmemory-policy {policy!r} and would delete groups when it is full;"
+                " set its maxmemory-policy to noeviction.",
+                address=self.address,
+                policy=policy,
+            )
+        return await self.warnings()
+
     async def warnings(self) -> list[str]:
         """One sentence for every way in which the store may lose data."""
+        persistence, memory, fsync = (await self.info("persistence"))[0], (await self.info("memory"))[0], ""
         async with self.errors():
-            persistence = await self.client.info("persistence")
-            memory = await self.client.info("memory")
-            fsync = ""
             # Managed servers forbid CONFIG; INFO says enough then.
             with contextlib.suppress(failures.ResponseError):
-                fsync = (await self.client.config_get("appendfsync")).get("appendfsync", "")
+                answer = await self.client.config_get("appendfsync", **await self._one())
+                answer = next(iter(answer.values())) if "appendfsync" not in answer and answer else answer
+                fsync = answer.get("appendfsync", "")
         found = []
         if not int(persistence.get("aof_enabled", 0)):
             found.append("it keeps no append-only file: a restart loses every run; start it with --appendonly yes")
         elif fsync == "no":
             found.append("appendfsync is 'no': a power loss may lose minutes; use everysec or always")
         policy = memory.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction" and int(memory.get("maxmemory", 0)):
+        if policy != "noeviction":
             found.append(f"maxmemory-policy is {policy!r}: it may delete groups; set it to noeviction")
         return [f"The store at {self.address} may lose data: {problem}." for problem in found]
 
@@ -149,8 +195,3 @@ def run_not_found(run_id: str) -> ServiceError:
     return ServiceError(
         Code.NOT_FOUND, "RUN_NOT_FOUND", f"No run {run_id!r} in the store; create it first.", run_id=run_id
     )
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}{parts.path}"

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from services.buffer.adapters.redis_connection import Connection, run_not_found, run_prefix
 from services.buffer.core import ids
-from services.buffer.core.records import GroupRecord, GroupState, StoredGroup
+from services.buffer.core.records import (
+    Grant,
+    GroupFilter,
+    GroupKey,
+    GroupRecord,
+    GroupState,
+    ReadyGroup,
+    StoredGroup,
+)
 from services.common.errors import Code, ServiceError
 
 _FIELDS = (
@@ -53,35 +61,74 @@ class GroupReader:
         async with self._connection.errors():
             key = f"{run_prefix(run_id)}p:{ordinal:012d}:{token.decode()}"
             summary, *parts = await self._client.hmget(key, ["s", *names])
-        if summary is None:
-            return records[0], None
-        samples = tuple((parts[i] or b"") + (parts[i + 1] or b"") for i in range(0, len(parts), 2))
-        return records[0], StoredGroup(summary, samples)
+        return records[0], _stored([summary, *parts])
 
-    async def page(
-        self, run_id: str, start: int, count: int, states: Sequence[GroupState], step: int | None
-    ) -> tuple[list[GroupRecord], bool]:
+    async def partials(self, run_id: str, grants: Sequence[Grant]) -> list[StoredGroup | None]:
+        """What unfinished attempts had made; None where nothing is stored."""
+        found = [grant for grant in grants if grant.partial]
+        async with self._connection.errors():
+            pipe = self._client.pipeline(transaction=False)
+            for grant in found:
+                names = [f"{kind}{index}" for index in range(grant.partial.sample_count) for kind in "mt"]
+                pipe.hmget(f"{run_prefix(run_id)}p:{grant.ordinal:012d}:{grant.partial.token}", ["s", *names])
+            answers = await pipe.execute() if found else []
+        stored = {grant.lease_id: _stored(parts) for grant, parts in zip(found, answers, strict=True)}
+        return [stored.get(grant.lease_id) for grant in grants]
+
+    async def headers(self, run_id: str, keys: Sequence[GroupKey]) -> list[bytes | None]:
+        """Packed headers of groups, None where the payload is gone."""
+        async with self._connection.errors():
+            pipe = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipe.hget(f"{run_prefix(run_id)}p:{key.ordinal:012d}:{key.token}", "h")
+            return await pipe.execute() if keys else []
+
+    async def ready(self, run_id: str, keys: Sequence[GroupKey] | None) -> list[ReadyGroup]:
+        """READY groups with their headers; `keys` None: all of them, oldest version first."""
+        prefix = run_prefix(run_id)
+        async with self._connection.errors():
+            if keys is None:
+                ordinals = [int(name) for name in await self._client.zrange(prefix + "ready", 0, -1)]
+            else:
+                ordinals = [key.ordinal for key in keys]
+            pipe = self._client.pipeline(transaction=False)
+            for ordinal in ordinals:
+                pipe.hmget(f"{prefix}g:{ordinal:012d}", "state", "token", "min_version", "restored")
+            rows = await pipe.execute() if ordinals else []
+        found = [
+            (GroupKey(ordinal, token.decode()), int(version), restored is not None)
+            for ordinal, (state, token, version, restored) in zip(ordinals, rows, strict=True)
+            if state == b"READY"
+        ]
+        headers = await self.headers(run_id, [key for key, _, _ in found])
+        return [
+            ReadyGroup(key, packed, version, restored)
+            for (key, version, restored), packed in zip(found, headers, strict=True)
+            if packed is not None
+        ]
+
+    async def page(self, run_id: str, start: int, count: int, wanted: GroupFilter) -> tuple[list[GroupRecord], bool]:
         """(groups from ordinal `start` on in order, whether more follow)."""
         prefix = run_prefix(run_id)
         async with self._connection.errors():
             drawn, committed = await self._client.hmget(prefix + "run", "drawn", "committed_step")
         if drawn is None:
             raise run_not_found(run_id)
-        wanted = set(states)
-        if step is None and (not wanted or GroupState.CONSUMED in wanted):
+        states = {GroupState.EVICTED} if wanted.evict_reasons else set(wanted.states)
+        if wanted.states:
+            states &= set(wanted.states)
+            if not states:
+                return [], False
+        if wanted.step is None and (not states or GroupState.CONSUMED in states):
             candidates: Sequence[int] = range(start, int(drawn))
         else:
-            candidates = await self._members(prefix, wanted or set(GroupState), step, int(committed))
+            candidates = await self._members(prefix, states or set(GroupState), wanted.step, int(committed))
             candidates = sorted(ordinal for ordinal in candidates if ordinal >= start)
         found: list[GroupRecord] = []
         for at in range(0, len(candidates), _SCAN):
             records, _ = await self._read(run_id, candidates[at : at + _SCAN])
             # A group may have moved on since its set was read.
-            found += [
-                record
-                for record in records
-                if (not wanted or record.state in wanted) and (step is None or record.step == step)
-            ]
+            found += [record for record in records if _fits(record, states, wanted)]
             if len(found) > count:
                 break
         return found[:count], len(found) > count
@@ -119,6 +166,22 @@ class GroupReader:
                 records.append(_record(run_id, ordinal, ordinal // rows, values, deadline))
                 places.append((values[8], values[9]))
         return records, places
+
+
+def _stored(parts: Sequence[bytes | None]) -> StoredGroup | None:
+    """Group of its summary and, per sample, its head and its tensors."""
+    summary, *parts = parts
+    if summary is None:
+        return None
+    return StoredGroup(summary, tuple((parts[i] or b"") + (parts[i + 1] or b"") for i in range(0, len(parts), 2)))
+
+
+def _fits(record: GroupRecord, states: set[GroupState], wanted: GroupFilter) -> bool:
+    if states and record.state not in states:
+        return False
+    if wanted.evict_reasons and record.evict_reason not in wanted.evict_reasons:
+        return False
+    return wanted.step is None or record.step == wanted.step
 
 
 def _record(

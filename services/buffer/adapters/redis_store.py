@@ -5,46 +5,49 @@ a key of its own with an expiry, and the script that makes the group READY remov
 half-way therefore leaves nothing behind, and no READY group is without its payload.
 
 Keys of a run, all under tetrarch:{run_id}:  run (hash), g:<ordinal> (hash), p:<ordinal>:<token> (hash, payload),
-pending leased ready reserved consumed evicted (sorted sets), reasons staleness (hashes), kept (list),
-q:<request_id> (string), skipped:<token> (string).
+x:<ordinal>:<lease> (hash, side payloads), pending leased ready reserved consumed evicted held (sorted sets), the
+first four also with :since, reasons staleness (hashes), kept (list), q:<request_id> skipped:<token> deleting (strings).
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
 
-from services.buffer.adapters.redis_connection import ROOT, Connection, run_not_found, run_prefix
+from services.buffer.adapters.redis_connection import Connection, run_prefix
 from services.buffer.adapters.redis_groups import GroupReader
+from services.buffer.adapters.redis_memory import StoreMemory
+from services.buffer.adapters.redis_refusals import refusal
+from services.buffer.adapters.redis_runs import RedisRuns
+from services.buffer.adapters.redis_side import SidePayloads
 from services.buffer.core import ids
-from services.buffer.core.plan import RunPlan
-from services.buffer.core.ports import Dataset
 from services.buffer.core.records import (
     Batch,
     Grant,
     Grants,
+    GroupFilter,
+    GroupKey,
     GroupRecord,
-    GroupState,
     LeaseRequest,
     PackedGroup,
+    PartialKey,
     PutOutcome,
     PutResult,
-    RunRecord,
+    Question,
+    ReadyGroup,
     RunState,
+    SideRows,
+    SideShape,
     Stats,
     StoredGroup,
 )
-from services.common.errors import Code, ServiceError, invalid_field
+from services.common.errors import Code, ServiceError
 
-_RUNS = ROOT + "runs"
 _UNFLIPPED_PAYLOAD_MS = 3_600_000
 _REQUEST_MEMORY_MS = 600_000
-_SUMMARY_LIMIT = 1000
-_RUN_FIELDS = (
-    "state", "reason", "created", "policy_version", "committed_step", "checkpoint_step", "checkpoint_path",
-    "trainer_epoch", "reserved_version", "spec", "row_count", "skipped_count",
-)  # fmt: skip
+_FREE_CHUNK = 500
 _PUT_MESSAGES = {
     "ROLLED_BACK": "the run was rolled back after the lease was given",
     "LEASED": "the lease is gone and another node holds the prompt",
@@ -52,6 +55,7 @@ _PUT_MESSAGES = {
     "EVICTED": "the prompt was evicted",
     "UNKNOWN_LEASE": "no such lease was ever given",
     "REQUEUED": "it was stored before, and has been sent back for newer weights since",
+    "SIDE_EXPIRED": "the side payloads that its samples name are not stored under this lease any more",
 }
 
 
@@ -60,105 +64,19 @@ def member(ordinal: int) -> str:
     return f"{ordinal:012d}"
 
 
-class RedisStore:
-    """Store over a connection."""
+class RedisStore(RedisRuns):
+    """Store over a connection.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._client = connection.client
+    Args:
+        connection: to the store.
+        max_bytes: memory of the store above which payload is refused; None: 0.9 of its maxmemory.
+    """
+
+    def __init__(self, connection: Connection, max_bytes: int | None = None) -> None:
+        super().__init__(connection)
         self._groups = GroupReader(connection)
-
-    # -- runs
-
-    async def create_run(self, run_id: str, spec_json: str, plan: RunPlan, dataset: Dataset) -> bool:
-        """False when the run is there already; nothing is changed then."""
-        token = secrets.token_hex(4)
-        skipped_key = f"{run_prefix(run_id)}skipped:{token}"
-        async with self._connection.errors():
-            await self._client.set(skipped_key, dataset.skipped_rows())
-            # Listed before it exists: a run must never exist unlisted.
-            await self._client.zadd(_RUNS, {run_id: await self._connection.now_ms()}, nx=True)
-        values = {
-            "state": RunState.ACTIVE.value, "reason": "", "policy_version": 0, "reserved_version": 0,
-            "committed_step": -1, "checkpoint_step": -1, "checkpoint_path": "", "trainer_epoch": 0, "drawn": 0,
-            "base": 0, "open": 0, "rollback": 0, "lease_expired": 0, "stale": 0, "stale_since_take": 0,
-            "payload_bytes": 0, "summary_limit": _SUMMARY_LIMIT, "row_count": dataset.row_count,
-            "skipped_count": dataset.skipped_count, "skipped_token": token,
-            "sft": int(plan.sft), "batch": plan.batch, "samples": plan.samples, "interval": plan.interval,
-            "max_staleness": plan.max_staleness, "stale_policy": plan.stale_policy,
-            "draw_limit": plan.draw_limit(dataset.row_count), "spec": spec_json, **_changeable(plan),
-        }  # fmt: skip
-        answer = await self._connection.run_script("create", run_id, _flat(values))
-        # A run with our own token was created by this very call: the first answer got lost.
-        if answer[0] == "OK" or await self._field(run_id, "skipped_token") == token.encode():
-            return True
-        async with self._connection.errors():
-            await self._client.unlink(skipped_key)
-        return False
-
-    async def update_run(self, run: RunRecord, spec_json: str, plan: RunPlan) -> bool:
-        """Sets what may change and reopens an ended run; False when the stored spec is another by now."""
-        values = {"spec": spec_json, **_changeable(plan)}
-        answer = await self._connection.run_script("update", run.run_id, [run.spec_json, *_flat(values)])
-        if answer[0] != "OK":
-            return False
-        # Nodes serve the newest active run: the one opened last.
-        now = await self._connection.now_ms()
-        async with self._connection.errors():
-            await self._client.zadd(_RUNS, {run.run_id: now})
-        return True
-
-    async def find_run(self, run_id: str) -> RunRecord | None:
-        """The run, or None."""
-        async with self._connection.errors():
-            values = await self._client.hmget(run_prefix(run_id) + "run", _RUN_FIELDS)
-        return _run_record(run_id, values)
-
-    async def get_run(self, run_id: str) -> RunRecord:
-        """The run. Raises RUN_NOT_FOUND."""
-        run = await self.find_run(run_id)
-        if run is None:
-            raise run_not_found(run_id)
-        return run
-
-    async def list_runs(self, states: Sequence[RunState], start: int, count: int) -> tuple[list[RunRecord], bool]:
-        """(runs, whether more follow), the one opened last first."""
-        wanted = {state.value.encode() for state in states}
-        async with self._connection.errors():
-            names = [name.decode() for name in await self._client.zrevrange(_RUNS, 0, -1)]
-            pipe = self._client.pipeline(transaction=False)
-            for name in names:
-                pipe.hget(run_prefix(name) + "run", "state")
-            present = await pipe.execute()
-            names = [n for n, state in zip(names, present, strict=True) if state and (not wanted or state in wanted)]
-            page = names[start : start + count]
-            for name in page:
-                pipe.hmget(run_prefix(name) + "run", _RUN_FIELDS)
-            values = await pipe.execute()
-        runs = [_run_record(name, value) for name, value in zip(page, values, strict=True)]
-        return [run for run in runs if run], start + count < len(names)
-
-    async def run_created_ms(self, run_id: str) -> int:
-        """When the run was created; tells a new run from an old one of the same id. Raises RUN_NOT_FOUND."""
-        return int(await self._field(run_id, "created"))
-
-    async def samples_per_group(self, run_id: str) -> int:
-        """Samples of a complete group. Raises RUN_NOT_FOUND."""
-        return int(await self._field(run_id, "samples"))
-
-    async def skipped_rows(self, run_id: str) -> bytes:
-        """What the data set packed when the run was created."""
-        token = await self._field(run_id, "skipped_token")
-        async with self._connection.errors():
-            return await self._client.get(f"{run_prefix(run_id)}skipped:{token.decode()}") or b""
-
-    async def finish_run(self, run_id: str, state: RunState, reason: str, trainer_epoch: int) -> None:
-        """Ends the run. Raises FENCED."""
-        await self._run("finish", run_id, [state.value, reason, trainer_epoch], epoch=trainer_epoch)
-
-    async def begin_session(self, run_id: str, caller: str) -> int:
-        """The new trainer epoch. Not idempotent. Raises RUN_FINISHED."""
-        return int((await self._run("session", run_id, [caller]))[0])
+        self._memory = StoreMemory(connection, max_bytes)
+        self._side = SidePayloads(connection)
 
     # -- leases
 
@@ -168,10 +86,7 @@ class RedisStore:
         version, now, repeated, *rest = await self._run(
             "lease", run_id, [request.request_id, request.caller, request.count, ttl, ttl + _REQUEST_MEMORY_MS]
         )
-        grants = tuple(
-            Grant(rest[at + 1].decode(), int(rest[at]), int(rest[at + 2]), int(float(rest[at + 3])))
-            for at in range(0, len(rest), 4)
-        )
+        grants = tuple(_grant(rest[at : at + 6]) for at in range(0, len(rest), 6))
         return Grants(grants, int(version), int(now), repeated == b"1")
 
     async def extend(self, run_id: str, leases: Sequence[ids.LeaseId], ttl_seconds: float) -> tuple[int, list[str]]:
@@ -180,66 +95,135 @@ class RedisStore:
         deadline, *lost = await self._run("extend", run_id, args)
         return int(deadline), [text.decode() for text in lost]
 
-    async def release(self, run_id: str, leases: Sequence[ids.LeaseId], reason: str) -> tuple[int, list[str]]:
-        """(number given back, ids of leases that were not held)."""
-        count, *lost = await self._run("release", run_id, [reason, *_lease_args(leases)])
-        return int(count), [text.decode() for text in lost]
+    async def release(
+        self,
+        run_id: str,
+        leases: Sequence[ids.LeaseId],
+        reason: str,
+        partials: Mapping[str, PackedGroup] | None = None,
+    ) -> tuple[int, list[str]]:
+        """(number given back, ids of leases that were not held).
+
+        `reason`: of the eviction, "" for another attempt, or UNDO. `partials`: what was made so far, by lease id; such
+        a lease is no failed attempt. Raises STORE_FULL.
+        """
+        partials = partials or {}
+        args: list[str | int] = [reason]
+        keys: dict[str, str] = {}
+        pipe = self._client.pipeline(transaction=False)
+        for lease in leases:
+            made = partials.get(lease.text)
+            args += [member(lease.ordinal), lease.text]
+            if made is None:
+                args += ["", 0, "", 0]
+                continue
+            token = secrets.token_hex(4)
+            keys[lease.text] = self._write(pipe, run_id, made, token)
+            args += [token, len(made.heads), "" if made.min_version is None else made.min_version, made.size_bytes]
+        if keys:
+            await self._memory.admit(sum(made.size_bytes for made in partials.values()))
+            async with self._connection.errors():
+                await pipe.execute()
+        count, *lost = await self._run("release", run_id, args)
+        refused = [text.decode() for text in lost]
+        if unused := [keys[text] for text in refused if text in keys]:
+            async with self._connection.errors():
+                await self._client.unlink(*unused)
+        return int(count), refused
+
+    async def partials(self, run_id: str, grants: Sequence[Grant]) -> list[StoredGroup | None]:
+        """What unfinished attempts at granted prompts had made, in order."""
+        return await self._groups.partials(run_id, grants)
+
+    def _write(self, pipe: Any, run_id: str, group: PackedGroup, token: str) -> str:
+        """Queues the payload of a group under a key that expires unless a script takes it over; the key."""
+        key = f"{run_prefix(run_id)}p:{member(group.ordinal)}:{token}"
+        pipe.hset(key, mapping=_payload(group))
+        pipe.pexpire(key, _UNFLIPPED_PAYLOAD_MS)
+        return key
 
     async def put(self, run_id: str, groups: Sequence[PackedGroup]) -> list[PutResult]:
-        """Writes payloads, then flips the groups; one result per group, in order."""
-        parsed = [ids.parse_lease_id(group.lease_id) for group in groups]
+        """Writes payloads, then flips the groups; one result per group, in order. Raises STORE_FULL, RUN_FULL."""
+        await self._memory.admit(sum(group.size_bytes for group in groups))
         results: list[PutResult | None] = [None] * len(groups)
         args: list[str | int] = []
         keys: dict[int, str] = {}
         pipe = self._client.pipeline(transaction=False)
-        for position, (group, lease) in enumerate(zip(groups, parsed, strict=True)):
+        for position, group in enumerate(groups):
+            lease = ids.parse_lease_id(group.lease_id)
             if lease is None or lease.ordinal != group.ordinal:
                 message = f"lease {group.lease_id!r} does not belong to group {group.group_id}."
                 results[position] = PutResult(group.group_id, PutOutcome.INVALID, message)
                 continue
+            if group.side_payloads and (problem := await self._side.problem(run_id, lease, group.side_payloads)):
+                results[position] = PutResult(group.group_id, PutOutcome.INVALID, problem)
+                continue
             token = secrets.token_hex(4)
-            keys[position] = f"{run_prefix(run_id)}p:{member(group.ordinal)}:{token}"
-            pipe.hset(keys[position], mapping=_payload(group))
-            pipe.pexpire(keys[position], _UNFLIPPED_PAYLOAD_MS)
-            rewards = ",".join("" if reward is None else repr(reward) for reward in group.rewards)
-            version = "" if group.min_version is None else group.min_version
-            args += [member(group.ordinal), lease.text, lease.count, lease.rollback, token, version]
-            args += [len(group.heads), group.size_bytes, f"{rewards}|{group.mean_response_length!r}"]
+            keys[position] = self._write(pipe, run_id, group, token)
+            args += _put_args(group, lease, token)
         if args:
             async with self._connection.errors():
                 await pipe.execute()
             answers = await self._run("put", run_id, args)
-            for at, position in enumerate(keys):
-                outcome, detail = answers[2 * at].decode(), answers[2 * at + 1].decode()
-                results[position] = _put_result(groups[position].group_id, outcome, detail)
-            refused = [keys[i] for i in keys if results[i].outcome is not PutOutcome.STORED]
+            outcomes = [(answers[2 * at].decode(), answers[2 * at + 1].decode()) for at in range(len(keys))]
+            refused = [key for key, (outcome, _) in zip(keys.values(), outcomes, strict=True) if outcome != "STORED"]
             if refused:
                 async with self._connection.errors():
                     await self._client.unlink(*refused)
+            for position, (outcome, detail) in zip(keys, outcomes, strict=True):
+                results[position] = _put_result(run_id, groups[position].group_id, outcome, detail)
         return results  # pyright: ignore[reportReturnType]
+
+    async def put_side(self, run_id: str, lease: ids.LeaseId, shape: SideShape, meta: bytes, rows: Sequence[SideRows]):
+        """Stores rows of a side payload under a lease. Raises LEASE_LOST, STORE_FULL."""
+        await self._memory.admit(sum(len(one.data) for one in rows))
+        await self._side.put(run_id, lease, shape, meta, rows)
+
+    async def side_meta(self, run_id: str, ordinal: int, index: int, name: str) -> bytes | None:
+        """What was said of a side payload when it was put; None when there is none."""
+        return await self._side.meta(run_id, ordinal, index, name)
+
+    def side_rows(self, run_id: str, ordinal: int, shape: SideShape, start: int, end: int) -> AsyncIterator[SideRows]:
+        """Rows [start, end) of a stored side payload, in pieces."""
+        return self._side.rows(run_id, ordinal, shape, start, end)
 
     # -- batches
 
-    async def take(self, run_id: str, trainer_epoch: int, step: int, count: int) -> Batch:
-        """Reserves groups for a step, or answers without headers when there are too few."""
-        version, ready, stale, *rest = await self._run(
-            "take", run_id, [trainer_epoch, step, count], epoch=trainer_epoch, step=step, count=count
-        )
-        async with self._connection.errors():
-            pipe = self._client.pipeline(transaction=False)
-            for at in range(0, len(rest), 2):
-                pipe.hget(f"{run_prefix(run_id)}p:{rest[at].decode()}:{rest[at + 1].decode()}", "h")
-            headers = await pipe.execute()
+    async def take(
+        self, run_id: str, trainer_epoch: int, step: int, count: int, picks: Sequence[GroupKey] = ()
+    ) -> Batch | Question:
+        """Reserves groups for a step, or answers without headers when there are too few; or asks first.
+
+        `picks`: what the run's own filter picked, in order.
+        """
+        args = [trainer_epoch, step, count, *(part for key in picks for part in (member(key.ordinal), key.token))]
+        status, *values = await self._connection.run_script("take", run_id, args)
+        if status in ("JUDGE", "PICK"):
+            keys = [GroupKey(int(values[at]), values[at + 1].decode()) for at in range(1, len(values), 2)]
+            return Question(int(values[0]), tuple(keys), pick=status == "PICK")
+        if status != "OK":
+            raise refusal(status, values, run_id, {"epoch": trainer_epoch, "step": step, "count": count})
+        version, ready, stale, *rest = values
+        keys = [GroupKey(int(rest[at]), rest[at + 1].decode()) for at in range(0, len(rest), 2)]
+        headers = await self._groups.headers(run_id, keys)
         if None in headers:
-            ordinal = int(rest[2 * headers.index(None)])
+            lost = ids.group_id(run_id, keys[headers.index(None)].ordinal)
             raise ServiceError(
                 Code.INTERNAL,
                 "PAYLOAD_LOST",
-                f"Group {ids.group_id(run_id, ordinal)} is reserved but the store has lost its payload; restore the run"
-                " from a checkpoint.",
-                group_id=ids.group_id(run_id, ordinal),
+                f"Group {lost} is reserved but the store has lost its payload; restore the run from a checkpoint.",
+                group_id=lost,
             )
-        return Batch(b"".join(headers), int(ready), int(stale), int(version))
+        return Batch(b"".join(headers), int(ready), int(stale), int(version))  # pyright: ignore[reportArgumentType]
+
+    async def ready_groups(self, run_id: str, keys: Sequence[GroupKey] | None) -> list[ReadyGroup]:
+        """READY groups with their headers, oldest version first; `keys` None: all of them."""
+        return await self._groups.ready(run_id, keys)
+
+    async def judge(self, run_id: str, policy_version: int, verdicts: Mapping[GroupKey, str]) -> None:
+        """Does with stale groups what was said of them at a published version; one that moved on is left alone."""
+        args = [part for key, verdict in verdicts.items() for part in (member(key.ordinal), key.token, verdict)]
+        await self._run("judge", run_id, [policy_version, *args])
 
     async def samples(self, run_id: str, wanted: Sequence[tuple[int, int]]) -> list[bytes | None]:
         """Whole samples by (ordinal, index), None where not stored."""
@@ -250,9 +234,12 @@ class RedisStore:
         return int((await self._run("commit", run_id, [trainer_epoch, step], epoch=trainer_epoch, step=step))[0])
 
     async def record_checkpoint(self, run_id: str, trainer_epoch: int, step: int, path: str) -> int:
-        """Lowest ordinal that is not finished."""
+        """Lowest ordinal that is not finished. What no retained checkpoint needs is freed afterwards, in pieces."""
         args = [trainer_epoch, step, path]
-        return int((await self._run("checkpoint", run_id, args, epoch=trainer_epoch, step=step))[0])
+        frontier = int((await self._run("checkpoint", run_id, args, epoch=trainer_epoch, step=step))[0])
+        while int((await self._run("free", run_id, [_FREE_CHUNK]))[0]) == _FREE_CHUNK:
+            pass
+        return frontier
 
     async def restore(self, run_id: str, trainer_epoch: int, step: int) -> tuple[int, int]:
         """(groups returned, leases cancelled)."""
@@ -273,48 +260,37 @@ class RedisStore:
 
     async def stats(self, run_id: str) -> Stats:
         """Counts at one instant."""
-        *counts, reasons, staleness = await self._run("stats", run_id, [])
+        state, *counts, reasons, staleness, ages = await self._run("stats", run_id, [])
+        used, limit = await self._memory.usage()
         return Stats(
+            RunState(state.decode()),
             *(int(count) for count in counts),
-            evicted_by_reason={reasons[i].decode(): int(reasons[i + 1]) for i in range(0, len(reasons), 2)},
-            staleness={int(staleness[i]): int(staleness[i + 1]) for i in range(0, len(staleness), 2)},
+            evicted_by_reason={name.decode(): int(count) for name, count in _pairs(reasons)},
+            staleness={int(lag): int(count) for lag, count in _pairs(staleness)},
+            oldest_age_seconds={name.decode(): int(age) / 1000 for name, age in _pairs(ages)},
+            store_used_bytes=used,
+            store_limit_bytes=limit,
         )
 
     async def list_groups(
-        self, run_id: str, start: int, count: int, states: Sequence[GroupState], step: int | None
+        self, run_id: str, start: int, count: int, wanted: GroupFilter
     ) -> tuple[list[GroupRecord], bool]:
-        """(groups from ordinal `start` on, whether more follow)."""
-        return await self._groups.page(run_id, start, count, states, step)
+        """(groups from ordinal `start` on, whether more follow); the data set is not looked at."""
+        return await self._groups.page(run_id, start, count, wanted)
 
     async def get_group(self, run_id: str, ordinal: int) -> tuple[GroupRecord, StoredGroup | None]:
         """State and payload of a group. Raises GROUP_NOT_FOUND."""
         return await self._groups.one(run_id, ordinal)
 
-    async def _field(self, run_id: str, name: str) -> bytes:
-        """One value of the run's hash. Raises RUN_NOT_FOUND."""
-        async with self._connection.errors():
-            value = await self._client.hget(run_prefix(run_id) + "run", name)
-        if value is None:
-            raise run_not_found(run_id)
-        return value
 
-    async def _run(self, script: str, run_id: str, args: Sequence[str | int], **context: object) -> list:
-        """Values of a script's answer; its refusals become ServiceErrors."""
-        status, *values = await self._connection.run_script(script, run_id, args)
-        if status != "OK":
-            raise _refusal(status, values, run_id, context)
-        return values
+def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
 
 
-def _changeable(plan: RunPlan) -> dict[str, int]:
-    return {
-        "steps": plan.steps, "most_ready": plan.most_ready, "max_attempts": plan.max_attempts,
-        "saves": int(plan.saves),
-    }  # fmt: skip
-
-
-def _flat(values: dict[str, str | int]) -> list[str | int]:
-    return [part for pair in values.items() for part in pair]
+def _grant(values: Sequence[bytes]) -> Grant:
+    ordinal, lease_id, attempt, deadline, token, samples = values
+    partial = PartialKey(token.decode(), int(samples)) if token else None
+    return Grant(lease_id.decode(), int(ordinal), int(attempt), int(float(deadline)), partial)
 
 
 def _lease_args(leases: Sequence[ids.LeaseId]) -> list[str]:
@@ -327,7 +303,23 @@ def _payload(group: PackedGroup) -> dict[str, bytes]:
     return fields | {f"t{index}": tensors for index, tensors in enumerate(group.tensors)}
 
 
-def _put_result(group_id: str, outcome: str, detail: str) -> PutResult:
+def _put_args(group: PackedGroup, lease: ids.LeaseId, token: str) -> list[str | int]:
+    rewards = ",".join("" if reward is None else repr(reward) for reward in group.rewards)
+    return [
+        member(group.ordinal), lease.text, lease.count, lease.rollback, token,
+        "" if group.min_version is None else group.min_version, len(group.heads), group.size_bytes + group.side_bytes,
+        f"{rewards}|{group.mean_response_length!r}", SidePayloads.suffix(lease) if group.side_payloads else "",
+    ]  # fmt: skip
+
+
+def _put_result(run_id: str, group_id: str, outcome: str, detail: str) -> PutResult:
+    if outcome == "FULL":
+        raise ServiceError(
+            Code.RESOURCE_EXHAUSTED, "RUN_FULL",
+            f"Group {group_id} would take run {run_id} above its run_max_bytes {int(detail):,}; raise it, or write"
+            " checkpoints more often so that payloads are freed.",
+            retry_seconds=5.0, run_id=run_id, group_id=group_id,
+        )  # fmt: skip
     if outcome == "RETRY":
         raise ServiceError(
             Code.UNAVAILABLE, "STORE_UNAVAILABLE", f"The payload of {group_id} expired in the store; put it again.",
@@ -335,51 +327,3 @@ def _put_result(group_id: str, outcome: str, detail: str) -> PutResult:
         )  # fmt: skip
     message = f"Group {group_id}: {_PUT_MESSAGES[detail]}." if detail in _PUT_MESSAGES else ""
     return PutResult(group_id, PutOutcome(outcome), message)
-
-
-def _run_record(run_id: str, values: Sequence[bytes | None]) -> RunRecord | None:
-    if values[0] is None:
-        return None
-    text = [(value or b"").decode() for value in values]
-    state, reason, created, policy, committed, step, path, epoch, reserved, spec, rows, skipped = text
-    return RunRecord(
-        run_id=run_id, state=RunState(state), reason=reason, created_ms=int(created), policy_version=int(policy),
-        committed_step=int(committed), checkpoint_step=int(step), checkpoint_path=path, trainer_epoch=int(epoch),
-        reserved_version=int(reserved), spec_json=spec, row_count=int(rows), skipped_count=int(skipped),
-    )  # fmt: skip
-
-
-def _refusal(status: str, values: Sequence[bytes], run_id: str, context: dict[str, object]) -> ServiceError:
-    """The error of a script's refusal; `values[0]` is the store's side of the contradiction."""
-    have = values[0].decode() if values else ""
-    step = context.get("step")
-    if status == "FENCED":
-        message = (
-            f"Trainer session {context.get('epoch')} of run {run_id} is over: session {have} holds the run; end this"
-            " trainer, or begin a session."
-        )
-        return ServiceError(
-            Code.FAILED_PRECONDITION, status, message, run_id=run_id, trainer_epoch=context.get("epoch"), newest=have
-        )
-    if status == "RUN_FINISHED":
-        message = f"Run {run_id} is {have}; create it again with the same run_id to go on."
-        return ServiceError(Code.FAILED_PRECONDITION, status, message, run_id=run_id, state=have)
-    if status == "STEP_OUT_OF_ORDER":
-        message = (
-            f"Step {step} of run {run_id} does not follow: the last committed step is {have}, and a step is taken"
-            " before it is committed."
-        )
-        return ServiceError(Code.FAILED_PRECONDITION, status, message, run_id=run_id, step=step, committed_step=have)
-    if status == "STEP_NOT_RESTORABLE":
-        message = f"Run {run_id} cannot be restored to step {step}: the last committed step is {have}."
-        return ServiceError(Code.FAILED_PRECONDITION, status, message, run_id=run_id, step=step, committed_step=have)
-    if status == "DATA_EXHAUSTED":
-        message = (
-            f"Run {run_id} has {have} prompts left, too few for the {context.get('count')} groups of step {step}; raise"
-            " num_epoch, or lower num_rollout."
-        )
-        return ServiceError(Code.FAILED_PRECONDITION, status, message, run_id=run_id, step=step, left=have)
-    if status == "VERSION_OUT_OF_ORDER":
-        why = f"it must be above the published version {have} and at most the reserved version {values[1].decode()}"
-        return invalid_field("version", context.get("version"), why)
-    return ServiceError(Code.INTERNAL, "INTERNAL", f"The store answered {status} for run {run_id}.", run_id=run_id)

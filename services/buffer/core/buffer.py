@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.buffer.core import ids
 from services.buffer.core.drawing import UNDO, usable
+from services.buffer.core.looking import list_groups, with_datasets, without_clock
+from services.buffer.core.partial import with_partials
 from services.buffer.core.plan import RunPlan, fixed_differences
-from services.buffer.core.ports import Dataset, DatasetLoader, Store
+from services.buffer.core.ports import Dataset, DatasetLoader, Store, UserFunctions
 from services.buffer.core.records import (
     Batch,
     Created,
     Grants,
+    GroupFilter,
     GroupRecord,
-    GroupState,
     LeaseRequest,
     Leases,
     PackedGroup,
@@ -33,6 +35,8 @@ from services.buffer.core.records import (
     Stats,
     StoredGroup,
 )
+from services.buffer.core.side import SideUse
+from services.buffer.core.taking import Taking
 from services.buffer.core.waiting import Changes
 from services.common.errors import Code, ServiceError, invalid_field
 from services.common.records import Prompt
@@ -41,32 +45,44 @@ MAX_TTL_SECONDS = 24 * 3600.0
 MAX_LEASED_AT_ONCE = 1024
 FETCH_BATCH = 32
 _LEASE_ROUNDS = 16
-_REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
+_REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}(:[ -~]{1,64})?")
 
 
 @dataclass
 class _Opened:
-    """A run's data set in this process; `created_ms` tells a new run from an old one of the same id."""
+    """A run's data set in this process; `incarnation` tells a new run from an old one of the same id, and settings that
+    another server changed."""
 
-    created_ms: int
+    incarnation: tuple[int, int]
     dataset: Dataset
 
 
 @dataclass
 class Buffer:
-    """Use cases over a store and a loader of data sets."""
+    """Use cases over a store, a loader of data sets, and functions of users."""
 
     store: Store
     loader: DatasetLoader
+    functions: UserFunctions
     changes: Changes = field(default_factory=Changes)
+    side: SideUse = field(init=False)
+    _taking: Taking = field(init=False)
     _opened: dict[str, _Opened] = field(default_factory=dict)
     _opening: dict[str, asyncio.Lock] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.side = SideUse(self.store)
+        self._taking = Taking(self.store, self.functions)
 
     # -- runs
 
     async def create_run(self, run_id: str, spec_json: str, plan: RunPlan) -> Created:
-        """Creates a run, or opens it again when nothing differs that must not. Raises RUN_EXISTS, DATA_*."""
+        """Creates a run, or opens it again when nothing differs that must not.
+
+        Raises RUN_EXISTS, DATA_*, FUNCTION_NOT_LOADABLE.
+        """
         ids.check_run_id(run_id)
+        await self.functions.check(spec_json)
         async with self._opening.setdefault(run_id, asyncio.Lock()):
             known = await self.store.find_run(run_id)
             if known is None:
@@ -74,7 +90,7 @@ class Buffer:
                 created = await self.store.create_run(run_id, spec_json, plan, dataset)
                 record = await self.store.get_run(run_id)
                 if created:
-                    self._opened[run_id] = _Opened(record.created_ms, dataset)
+                    self._opened[run_id] = _Opened(await self.store.run_incarnation(run_id), dataset)
                     return Created(record, created=True)
                 known = record
             await self._reopen(known, spec_json, plan)
@@ -99,7 +115,17 @@ class Buffer:
             raise ServiceError(
                 Code.ABORTED, "RUN_CHANGED", f"Run {known.run_id} was opened by another caller just now; try again."
             )
-        self._opened[known.run_id] = _Opened(known.created_ms, dataset)
+        incarnation = await self.store.run_incarnation(known.run_id)
+        # Another caller may have opened it once more meanwhile.
+        if (await self.store.get_run(known.run_id)).spec_json == spec_json:
+            self._opened[known.run_id] = _Opened(incarnation, dataset)
+
+    async def delete_run(self, run_id: str, *, force: bool) -> int:
+        """Deletes all the store has of a run; → number of keys. Raises RUN_ACTIVE, RUN_DELETING."""
+        count = await self.store.delete_run(ids.check_run_id(run_id), force=force)
+        self._opened.pop(run_id, None)
+        self.changes.notify(run_id)
+        return count
 
     async def get_run(self, run_id: str) -> RunRecord:
         """The run. Raises RUN_NOT_FOUND."""
@@ -141,7 +167,7 @@ class Buffer:
             wish = replace(request, request_id=f"{request.request_id}/{rounds}") if rounds else request
             wait = max(0.0, deadline - time.monotonic())
             answer = await self.changes.until(run_id, wait, lambda wish=wish: self.store.lease(run_id, wish), settled)
-            leases = await usable(self.store, run_id, dataset, answer.grants)
+            leases = await with_partials(self.store, run_id, await usable(self.store, run_id, dataset, answer.grants))
             rounds += 1
             # When none of them could be used, others are asked for in the same call.
             if leases or not answer.grants or rounds == _LEASE_ROUNDS:
@@ -156,12 +182,33 @@ class Buffer:
         deadline, lost = await self.store.extend(run_id, known, ttl)
         return deadline, foreign + lost
 
-    async def release_leases(self, run_id: str, lease_ids: Sequence[str], reason: str) -> tuple[int, list[str]]:
-        """(leases given back, leases that were no longer held)."""
+    async def release_leases(
+        self,
+        run_id: str,
+        lease_ids: Sequence[str],
+        reason: str,
+        partials: Sequence[PackedGroup] = (),
+        *,
+        drained: bool = False,
+    ) -> tuple[int, list[str]]:
+        """(leases given back, leases that were no longer held). `partials`: what was made under some of them.
+
+        Raises INVALID_FIELD, STORE_FULL.
+        """
         if reason and (reason == UNDO or not _REASON.fullmatch(reason)):
-            raise invalid_field("evict_reason", reason, "use up to 63 capitals, digits and underscores, not UNDO")
+            raise invalid_field(
+                "evict_reason",
+                reason,
+                "use up to 63 capitals, digits and _, not UNDO; a detail of up to 64 signs may follow a colon",
+            )
+        if reason and partials:
+            raise invalid_field("partial_groups", len(partials), "an evicted prompt leaves nothing to go on from")
+        by_lease = {group.lease_id: group for group in partials}
+        if unknown := by_lease.keys() - set(lease_ids):
+            raise invalid_field("partial_groups", min(unknown), "name its lease in lease_ids too")
         known, foreign = _parse_leases(lease_ids)
-        released, lost = await self.store.release(run_id, known, reason)
+        fate = UNDO if drained and not reason else reason
+        released, lost = await self.store.release(run_id, known, fate, by_lease)
         self.changes.notify(run_id)
         return released, foreign + lost
 
@@ -187,7 +234,7 @@ class Buffer:
         batch = await self.changes.until(
             run_id,
             max_wait,
-            lambda: self.store.take(run_id, trainer_epoch, step, count),
+            lambda: self._taking.take(run_id, trainer_epoch, step, count),
             lambda answer: bool(answer.headers),
         )
         self.changes.notify(run_id)
@@ -195,7 +242,7 @@ class Buffer:
 
     async def fetch_samples(self, run_id: str, sample_ids: Sequence[str]):
         """Yields lists of packed samples in the order asked. Raises SAMPLE_NOT_FOUND."""
-        await self.store.run_created_ms(run_id)
+        await self.store.run_incarnation(run_id)
         wanted = [ids.parse_sample_id(run_id, text) for text in sample_ids]
         for start in range(0, len(wanted), FETCH_BATCH):
             part = await self.store.samples(run_id, wanted[start : start + FETCH_BATCH])
@@ -236,18 +283,40 @@ class Buffer:
     # -- looking in
 
     async def stats(self, run_id: str) -> Stats:
-        """Counts of a run."""
-        return await self.store.stats(run_id)
+        """Counts of a run, those of its data sets only while this server holds the run's data."""
+        stats = await self.store.stats(run_id)
+        opened = self._opened.get(run_id)
+        return await with_datasets(stats, opened.dataset) if opened else stats
+
+    async def watch(self, run_id: str, min_interval: float) -> AsyncIterator[Stats]:
+        """Counts whenever they changed, at most once in `min_interval` seconds, until the run has ended.
+
+        Raises SERVER_DRAINING when this server is about to end: ask another.
+        """
+        await self._dataset_if_readable(run_id)
+        last = None
+        while True:
+            stats = await self.stats(run_id)
+            if (seen := without_clock(stats)) != last:
+                last = seen
+                yield stats
+            if stats.state is not RunState.ACTIVE:
+                return
+            if await self.changes.closing(min_interval):
+                raise ServiceError(
+                    Code.UNAVAILABLE, "SERVER_DRAINING", "This buffer server is about to end; watch again."
+                )
 
     async def list_groups(
-        self, run_id: str, start: int, count: int, states: Sequence[GroupState], step: int | None
+        self, run_id: str, start: int, count: int, wanted: GroupFilter
     ) -> tuple[list[GroupRecord], bool]:
         """(groups from ordinal `start` on, whether more follow)."""
-        return await self.store.list_groups(run_id, start, count, states, step)
+        dataset = await self._dataset_if_readable(run_id)
+        return await list_groups(self.store, dataset, run_id, (start, count), wanted)
 
     async def get_group(self, run_id: str, group_id: str) -> tuple[GroupRecord, Prompt, StoredGroup | None]:
         """State, prompt and, while stored, payload of a group. Raises GROUP_NOT_FOUND."""
-        await self.store.run_created_ms(run_id)
+        await self.store.run_incarnation(run_id)
         record, stored = await self.store.get_group(run_id, ids.parse_group_id(run_id, group_id))
         dataset = await self._dataset(run_id)
         return record, (await dataset.draw([record.ordinal]))[0].prompt, stored
@@ -259,19 +328,28 @@ class Buffer:
 
     async def _dataset(self, run_id: str) -> Dataset:
         """The run's data set, indexed again when this process has not seen the run. Raises RUN_NOT_FOUND, DATA_*."""
-        created_ms = await self.store.run_created_ms(run_id)
+        incarnation = await self.store.run_incarnation(run_id)
         opened = self._opened.get(run_id)
-        if opened and opened.created_ms == created_ms:
+        if opened and opened.incarnation == incarnation:
             return opened.dataset
         async with self._opening.setdefault(run_id, asyncio.Lock()):
             opened = self._opened.get(run_id)
-            if opened and opened.created_ms == created_ms:
+            if opened and opened.incarnation == incarnation:
                 return opened.dataset
             run = await self.store.get_run(run_id)
             dataset = await self.loader.load(run_id, run.spec_json, await self.store.skipped_rows(run_id))
             self._check_unchanged(run, dataset)
-            self._opened[run_id] = _Opened(run.created_ms, dataset)
+            self._opened[run_id] = _Opened(incarnation, dataset)
             return dataset
+
+    async def _dataset_if_readable(self, run_id: str) -> Dataset | None:
+        """The run's data set; None when its files cannot be read: looking in must go on. Raises RUN_NOT_FOUND."""
+        try:
+            return await self._dataset(run_id)
+        except ServiceError as error:
+            if not error.reason.startswith("DATA_"):
+                raise
+            return None
 
     @staticmethod
     def _check_unchanged(run: RunRecord, dataset: Dataset) -> None:

@@ -67,6 +67,25 @@ def group_problem(run_id: str, group_id: str, ordinal: int, samples: Sequence[Sa
     return ""
 
 
+def partial_problem(run_id: str, group_id: str, ordinal: int, samples: Sequence[SampleShape], sample_count: int) -> str:
+    """One sentence about what is wrong with an unfinished group, or an empty string: any samples, in order of index."""
+    expected = ids.group_id(run_id, ordinal)
+    if group_id != expected:
+        return f"group_id {group_id!r} does not belong to ordinal {ordinal} of run {run_id} ({expected})."
+    before = -1
+    for sample in samples:
+        right = before < sample.index < sample_count and sample.group_id == expected
+        if not right or sample.sample_id != ids.sample_id(expected, sample.index):
+            return (
+                f"sample {sample.sample_id!r} (group {sample.group_id!r}, index {sample.index}) has no place in the"
+                f" unfinished group {expected} of {sample_count} samples."
+            )
+        if problem := sample.problem():
+            return problem
+        before = sample.index
+    return ""
+
+
 def oldest_version(samples: Sequence[SampleShape]) -> int | None:
     """Oldest weight version of a group; None when no engine produced any of its tokens."""
     return min((span[0] for sample in samples for span in sample.spans), default=None)
@@ -74,4 +93,4 @@ def oldest_version(samples: Sequence[SampleShape]) -> int | None:
 
 def mean_response_length(samples: Sequence[SampleShape]) -> float:
     """Mean number of response tokens."""
-    return sum(sample.response_length for sample in samples) / len(samples)
+    return sum(sample.response_length for sample in samples) / max(1, len(samples))

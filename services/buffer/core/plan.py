@@ -27,6 +27,10 @@ CHANGEABLE = frozenset(
         "rollout.lease_ttl", "rollout.max_inflight", "rollout.generate_timeout", "rollout.use_fault_tolerance",
         "rollout.rollout_health_check_interval", "rollout.rollout_health_check_timeout", "reward.rm_timeout",
         "trainer.update_timeout", "trainer.batch_timeout", "data.max_prompt_attempts", "data.async_buffer_size",
+        "data.max_malformed_rows",
+        # how much is kept, and when to give up
+        "data.run_max_bytes", "trainer.keep_checkpoints", "rollout.max_filter_rejections",
+        "rollout.over_sampling_batch_size", "data.buffer_filter_path",
     }
 )  # fmt: skip
 """Keys that may differ when a run is opened again."""
@@ -53,6 +57,16 @@ class RunPlan:
     epochs: int | None
     saves: bool
     """Whether the trainer writes checkpoints on the way, so that consumed payloads are kept until one covers them."""
+    admitted: int
+    """Groups admitted per step; what a step does not take waits for the next."""
+    max_rejections: int
+    """Groups that the sampling filter may reject in a row before the run fails."""
+    max_bytes: int
+    """Most bytes of payload of the run; 0 is no limit of its own."""
+    keep_checkpoints: int
+    """Newest checkpoints whose payload is kept."""
+    picks: bool
+    """Whether a function of the user picks the groups of a batch."""
 
     def draw_limit(self, row_count: int) -> int:
         """Prompts that can be drawn in all; -1 when there is no end."""
@@ -81,6 +95,11 @@ def make_plan(spec: Any) -> RunPlan:
         max_attempts=data.max_prompt_attempts,
         epochs=data.num_epoch,
         saves=trainer.save_interval is not None,
+        admitted=rollout.over_sampling_batch_size or batch,
+        max_rejections=rollout.max_filter_rejections or 20 * batch,
+        max_bytes=data.run_max_bytes or 0,
+        keep_checkpoints=trainer.keep_checkpoints,
+        picks=data.buffer_filter_path is not None,
     )
 
 
@@ -101,5 +120,9 @@ def fixed_differences(old_json: str, new_json: str) -> list[str]:
     return [
         f"{key} ({old.get(key)!r} → {new.get(key)!r})"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in CHANGEABLE and not key.startswith(_CHANGEABLE_GROUPS)
+        if old.get(key) != new.get(key)
+        and key not in CHANGEABLE
+        and not key.startswith(_CHANGEABLE_GROUPS)
+        # A run made before there was the key did not use what it turns on.
+        and (key in old or new[key])
     ]

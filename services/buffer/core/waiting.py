@@ -22,10 +22,12 @@ class Changes:
     def __init__(self) -> None:
         self._events: dict[str, asyncio.Event] = {}
         self._closed = False
+        self._closing = asyncio.Event()
 
     def close(self) -> None:
         """Ends every wait, now and from now on: the process is about to end and callers go elsewhere."""
         self._closed = True
+        self._closing.set()
         for run_id in list(self._events):
             self.notify(run_id)
 
@@ -40,6 +42,12 @@ class Changes:
         event = self._events.setdefault(run_id, asyncio.Event())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), seconds)
+
+    async def closing(self, seconds: float) -> bool:
+        """Sleeps; True at once when the process is about to end."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closed
 
     async def until(
         self,

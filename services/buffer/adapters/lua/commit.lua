@@ -12,8 +12,8 @@ local forget = field('saves') ~= '1'
 for _, o in ipairs(taken) do
   redis.call('ZADD', consumed, step, o)
   redis.call('HSET', group(o), 'state', 'CONSUMED')
-  if forget then free_tensors(o) end
+  if forget then free_tensors(o) else redis.call('ZADD', held, step, o) end
 end
-redis.call('DEL', reserved)
+redis.call('DEL', reserved, since(reserved))
 redis.call('HSET', run, 'committed_step', digits(step))
 return {'OK', digits(#taken)}

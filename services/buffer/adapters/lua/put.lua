@@ -1,10 +1,10 @@
--- Flips groups whose payload was written before. ARGV, nine per group: ordinal, lease id, lease count, rollback
--- count, payload token, oldest version ('' when no engine made it), number of samples, bytes, "rewards|mean length".
--- Answer: OK, then outcome and detail per group.
+-- Flips groups whose payload was written before. ARGV, ten per group: ordinal, lease id, lease count, rollback
+-- count, payload token, oldest version ('' when no engine made it), number of samples, bytes, "rewards|mean length",
+-- name of its side payloads ('' without). Answer: OK, then outcome and detail per group.
 local gone = missing()
 if gone then return gone end
 sweep_expired()
-local rollback = field('rollback')
+local rollback, quota = field('rollback'), number('max_bytes')
 local answer = {'OK'}
 
 local function flip(at)
@@ -20,19 +20,29 @@ local function flip(at)
   -- A late repeat of a put whose group has since been sent back for newer weights.
   if count == stored then return 'DUPLICATE', 'REQUEUED' end
   if count < stored or (state == 'LEASED' and record[2] ~= id) then return 'LEASE_LOST', state end
+  if quota > 0 and number('payload_bytes') + tonumber(ARGV[at + 7]) > quota then return 'FULL', digits(quota) end
   if redis.call('PERSIST', payload(o, ARGV[at + 4])) == 0 then return 'RETRY', 'PAYLOAD_EXPIRED' end
-  redis.call('ZREM', state == 'LEASED' and leased or pending, o)
+  -- A refused group's payload is deleted by who wrote it.
+  local beside = ARGV[at + 9]
+  if beside ~= '' and redis.call('PERSIST', side(o, beside)) == 0 then return 'INVALID', 'SIDE_EXPIRED' end
+  leave(state == 'LEASED' and leased or pending, o)
+  drop_partial(o)
   local version = ARGV[at + 5] ~= '' and ARGV[at + 5] or field('policy_version')
   local split = string.find(ARGV[at + 8], '|', 1, true)
-  redis.call('ZADD', ready, version, o)
-  redis.call('HSET', group(o), 'state', 'READY', 'put_lease', digits(count), 'token', ARGV[at + 4], 'min_version',
+  redis.call('HSET', group(o), 'put_lease', digits(count), 'token', ARGV[at + 4], 'min_version',
     version, 'samples', ARGV[at + 6], 'bytes', ARGV[at + 7], 'failures', '0', 'rewards',
     string.sub(ARGV[at + 8], 1, split - 1), 'mean_length', string.sub(ARGV[at + 8], split + 1))
+  if beside ~= '' then redis.call('HSET', group(o), 'side', beside) end
+  enter(ready, o, version, 'READY')
   redis.call('HINCRBY', run, 'payload_bytes', ARGV[at + 7])
   return 'STORED', ''
 end
 
-for at = 1, #ARGV, 9 do
-  answer[#answer + 1], answer[#answer + 2] = flip(at)
+local stored = false
+for at = 1, #ARGV, 10 do
+  local outcome, detail = flip(at)
+  stored = stored or outcome == 'STORED'
+  answer[#answer + 1], answer[#answer + 2] = outcome, detail
 end
+if stored and number('rejections') > 0 then redis.call('HSET', run, 'rejections', '0') end
 return answer

@@ -576,17 +576,22 @@ class ReleaseLeasesRequest(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     EVICT_REASON_FIELD_NUMBER: _builtins.int
     PARTIAL_GROUPS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     evict_reason: _builtins.str
     """When set, the prompts are evicted for this reason (UPPER_SNAKE) and others are drawn in their place."""
+    drained: _builtins.bool
+    """The prompts did not fail, their node is leaving: giving them back does not count as a failed attempt."""
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leases to give back."""
 
     @_builtins.property
     def partial_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedGroup]:
-        """What was produced so far under some of the leases: whole samples, and ABORTED ones to be continued."""
+        """What was produced so far under some of the leases: whole samples, and ABORTED ones to be continued. Giving back
+        such a lease does not count as a failed attempt.
+        """
 
     def __init__(
         self,
@@ -595,10 +600,11 @@ class ReleaseLeasesRequest(_message.Message):
         lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         evict_reason: _builtins.str = ...,
         partial_groups: _abc.Iterable[Global___LeasedGroup] | None = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evict_reason", b"evict_reason", "lease_ids", b"lease_ids", "partial_groups", b"partial_groups", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "evict_reason", b"evict_reason", "lease_ids", b"lease_ids", "partial_groups", b"partial_groups", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
