@@ -51,7 +51,9 @@ def test_a_set_can_be_added_by_flag(run_folder, edit):
     text = (run_folder / "run.yaml").read_text()
     edit(next(line for line in text.splitlines() if "prompt_data: " in line and "eval" not in line), "")
     one = {"name": "a", "path": "train.jsonl"}
-    spec = resolve(parse_flags(["run.yaml", "--prompt-data-mixture", json.dumps(one), "{name: b, path: train.jsonl, weight: .5}"]))
+    spec = resolve(
+        parse_flags(["run.yaml", "--prompt-data-mixture", json.dumps(one), "{name: b, path: train.jsonl, weight: .5}"])
+    )
     validate(spec)
     assert [(part.name, part.weight) for part in spec.data.prompt_data_mixture] == [("a", 1.0), ("b", 0.5)]
 
@@ -75,7 +77,9 @@ def test_mistakes_in_a_mixture(folder, edit, old, new, words):
 
 
 def test_one_source_of_prompts_and_curricula_only_for_mixtures(folder):
-    assert "prompt_data and prompt_data_mixture are both set; a run has one of them" in sentence("--prompt-data", "x.jsonl")
+    assert "prompt_data and prompt_data_mixture are both set; a run has one of them" in sentence(
+        "--prompt-data", "x.jsonl"
+    )
     assert "curriculum_path 'os.path.nothing'" in sentence("--curriculum-path", "os.path.nothing")
 
 
@@ -86,6 +90,10 @@ def test_a_parquet_file_must_have_the_columns(run_folder, tmp_path):
     assert sentence("--prompt-data", "p.parquet").endswith(
         "p.parquet: no column 'input', which input_key names; its columns are 'text', 'label'. Set input_key or correct the file."
     )
-    validate(resolve(parse_flags(["run.yaml", "--prompt-data", "p.parquet", "--input-key", "text", "--eval-input-key", "input"])))
+    validate(
+        resolve(
+            parse_flags(["run.yaml", "--prompt-data", "p.parquet", "--input-key", "text", "--eval-input-key", "input"])
+        )
+    )
     (run_folder / "q.parquet").write_text("no")
     assert "q.parquet is no parquet file that can be read" in sentence("--prompt-data", "q.parquet")
