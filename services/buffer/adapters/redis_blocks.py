@@ -1,7 +1,7 @@
 """Decided blocks of a changing mixture, and what a curriculum function is told, in a Redis or Valkey server.
 
 One hash a run, tetrarch:{run_id}:blocks: block number → block as JSON; the first writer of a number wins. Its field
-"last" is only a hint where the newest one is.
+"last" is the highest number.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ class RedisBlocks:
         return None if found is None else found.decode()
 
     async def decide_block(self, run_id: str, index: int, text: str) -> str:
-        """Keeps a block unless there is one; returns the one that is kept."""
-        key = run_prefix(run_id) + "blocks"
-        async with self._connection.errors():
-            pipe = self._client.pipeline(transaction=True)
-            pipe.hsetnx(key, str(index), text)
-            pipe.hset(key, "last", str(index))
-            pipe.hget(key, str(index))
-            *_, kept = await pipe.execute()
+        """Keeps a block unless there is one; returns the one that is kept. Raises RUN_NOT_FOUND."""
+        _, kept = await self._connection.run_script("block", run_id, [index, text])
         return kept.decode()
 
     async def last_block(self, run_id: str) -> tuple[int, str] | None:

@@ -24,6 +24,7 @@ from tests.support.valkey import valkey, valkey_url  # noqa: F401
 async def connection(valkey_url):  # noqa: F811
     found = Connection(valkey_url)
     await found.client.flushall()
+    await found.client.hset(run_prefix("r") + "run", mapping={"state": "ACTIVE", "committed_step": -1})
     yield found
     await found.close()
 
