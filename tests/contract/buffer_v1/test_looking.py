@@ -1,0 +1,109 @@
+"""Deleting a run, watching it, filters of its groups, ages and memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from tetrarch.buffer.v1 import buffer_service_pb2 as pb
+from tetrarch.buffer.v1 import run_pb2
+
+from services.buffer.adapters.redis_connection import Connection, run_prefix
+from services.common.channel import translate_errors
+from services.common.errors import Code
+from tests.contract.buffer_v1.driver import Driver, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def connection(valkey_url):
+    """A connection of the test's own."""
+    connection = Connection(valkey_url)
+    yield connection
+    await connection.close()
+
+
+async def keys_of(connection: Connection, run_id: str) -> list[bytes]:
+    return [key async for key in connection.client.scan_iter(match=run_prefix(run_id) + "*")]
+
+
+async def test_a_run_is_deleted_with_every_key(driver, channel, data, connection):
+    other = Driver(channel, f"{driver.run_id}-2", *data)
+    await other.start()
+    await driver.start()
+    await driver.step(0)
+    await driver.lease()
+    error = await refusal(driver.call("DeleteRun"))
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_ACTIVE")
+    assert (await driver.call("DeleteRun", force=True)).key_count > 10
+    assert await keys_of(connection, driver.run_id) == []
+    assert (await refusal(driver.call("GetRun"))).reason == "RUN_NOT_FOUND"
+    assert driver.run_id not in {run.run_id for run in (await driver.stub.ListRuns(pb.ListRunsRequest())).runs}
+    assert (await driver.call("DeleteRun")).key_count == 0
+    assert (await other.stats()).capacity == 2
+
+
+async def test_leases_of_a_deleted_run_are_none_of_its_namesake(driver):
+    await driver.start()
+    lease = (await driver.lease(1)).leases[0]
+    await driver.call("DeleteRun", force=True)
+    await driver.start()
+    again = (await driver.lease(1)).leases[0]
+    assert lease.lease_id != again.lease_id
+    assert await driver.put(driver.finished(lease, 1)) == ["LEASE_LOST"]
+    assert await driver.put(driver.finished(again, 1)) == ["STORED"]
+
+
+async def test_counts_are_watched_until_the_run_ends(driver):
+    await driver.start()
+    request = pb.WatchStatsRequest(run_id=driver.run_id, min_interval=Duration(nanos=20_000_000))
+    seen = []
+
+    async def watch():
+        async with translate_errors():
+            async for answer in driver.stub.WatchStats(request):
+                seen.append((answer.stats.leased_count, answer.state))
+
+    task = asyncio.create_task(watch())
+    await asyncio.sleep(0.1)
+    await driver.lease(2)
+    await asyncio.sleep(0.1)
+    await driver.call("FinishRun", state=run_pb2.RUN_STATE_STOPPED, reason="enough")
+    await asyncio.wait_for(task, 5)
+    assert seen == [(0, run_pb2.RUN_STATE_ACTIVE), (2, run_pb2.RUN_STATE_ACTIVE), (2, run_pb2.RUN_STATE_STOPPED)]
+
+
+async def test_groups_are_found_by_reason_and_ordinal(driver):
+    await driver.start(trainer={"max_staleness": 2})
+    leases = (await driver.lease(6)).leases
+    for lease, reason in zip(leases[:3], ("FAILED", "FILTERED:zero_std_0.5", "UNSCORED"), strict=True):
+        await driver.call("ReleaseLeases", lease_ids=[lease.lease_id], evict_reason=reason)
+    found = await driver.call("ListGroups", evict_reasons=["FILTERED:zero_std_0.5", "UNSCORED"])
+    assert [group.ordinal for group in found.groups] == [1, 2]
+    assert [group.ordinal for group in (await driver.call("ListGroups", min_ordinal=4)).groups] == [4, 5]
+    page = await driver.call("ListGroups", min_ordinal=1, page_size=2)
+    assert [group.ordinal for group in page.groups] == [1, 2]
+    page = await driver.call("ListGroups", min_ordinal=1, page_size=2, page_token=page.next_page_token)
+    assert [group.ordinal for group in page.groups] == [3, 4]
+    assert not (await driver.call("ListGroups", dataset="none")).groups
+    assert dict((await driver.stats()).evicted_by_reason) == {"FAILED": 1, "FILTERED:zero_std_0.5": 1, "UNSCORED": 1}
+
+
+async def test_ages_and_memory_are_counted(driver):
+    await driver.start()
+    leases = (await driver.lease(2)).leases
+    await asyncio.sleep(0.05)
+    await driver.put(driver.finished(leases[0], 1))
+    stats = await driver.stats()
+    assert set(stats.oldest_age_seconds) == {"LEASED", "READY"}
+    assert stats.oldest_age_seconds["LEASED"] >= 0.05 > stats.oldest_age_seconds["READY"]
+    assert stats.store_used_bytes > 100_000
+    assert stats.store_limit_bytes == 0
+    await driver.put(driver.finished(leases[1], 1))
+    await driver.take(0)
+    assert set((await driver.stats()).oldest_age_seconds) == {"RESERVED"}
+    await driver.commit(0)
+    assert not (await driver.stats()).oldest_age_seconds
