@@ -5,6 +5,6 @@
 
 import os
 
-# Before anything imports grpc: benchmarks start children from processes that hold channels, and kill servers on purpose.
+# Before anything imports grpc: benchmarks start children from processes with channels, and kill servers on purpose.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -135,8 +135,8 @@ class TrainerSettings(StrictModel):
             )
         if (self.stale_policy == "custom") != (self.stale_policy_path is not None):
             raise ValueError(
-                f"stale_policy {self.stale_policy!r} with stale_policy_path {self.stale_policy_path!r}: custom needs the"
-                " import path of a function, and only custom uses one"
+                f"stale_policy {self.stale_policy!r} with stale_policy_path {self.stale_policy_path!r}: custom needs"
+                " the import path of a function, and only custom uses one"
             )
         if self.kl_loss_coef and not self.use_kl_loss:
             raise ValueError(f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too")
