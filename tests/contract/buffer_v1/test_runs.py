@@ -167,7 +167,9 @@ async def test_members_live_as_long_as_their_lease(channel):
         assert response.expire_time.seconds > 0
 
     async def names(tier: str = "") -> list[str]:
-        return [m.member_id for m in (await stub.ListMembers(registry_pb.ListMembersRequest(tier=tier))).members]
+        members = (await stub.ListMembers(registry_pb.ListMembersRequest(tier=tier))).members
+        # Under `tetrarch_contract` others may live in the same registry.
+        return [member.member_id for member in members if member.attributes == {"run": "r"}]
 
     await register("node-b", "rollout", 60_000)
     await register("node-a", "rollout", 60_000)
@@ -180,6 +182,6 @@ async def test_members_live_as_long_as_their_lease(channel):
     assert await names() == ["grader", "node-b"]
     async with translate_errors():
         members = (await stub.ListMembers(registry_pb.ListMembersRequest(tier="reward"))).members
-    assert members[0].attributes == {"run": "r"}
+    assert "grader" in [member.member_id for member in members if member.attributes == {"run": "r"}]
     await stub.RemoveMember(registry_pb.RemoveMemberRequest(member_id="node-b"))
     await stub.RemoveMember(registry_pb.RemoveMemberRequest(member_id="grader"))
