@@ -88,6 +88,19 @@ async def test_too_many_malformed_rows_end_the_run_with_the_last_one_named(drive
     await driver.stats()
 
 
+async def test_a_run_whose_prompts_are_all_too_long_ends_instead_of_drawing_for_ever(driver):
+    spoil(driver, {row: json.dumps({"input": "x" * 30, "label": "1"}) for row in range(40)})
+    await driver.start(data={"rollout_max_prompt_len": 29, "metadata_key": None}, rollout={"rollout_batch_size": 8})
+    # One call looks at 16 × 8 prompts, three times as many as there are.
+    error = await refusal(driver.lease(8))
+    assert error.reason == "RUN_FINISHED"
+    run = (await driver.call("GetRun")).run
+    assert "prompts.jsonl" in run.reason
+    assert (
+        "the prompt has 30 tokens, more than 29; raise rollout_max_prompt_len, and start the run again." in run.reason
+    )
+
+
 async def test_a_mixture_is_counted_and_listed_by_data_set(driver, tmp_path):
     rows = [{"q": f"hard {i}", "label": "1"} for i in range(3)]
     (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
