@@ -18,6 +18,7 @@ import numpy as np
 
 from services.common.errors import Code, ServiceError
 
+_READ_ATTEMPTS = 3
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
@@ -82,8 +83,13 @@ class RowFile(ABC):
         """(row number, row as stored) at positions; `parse` makes an object of it. Raises DATA_NOT_FOUND, and
         DATA_MALFORMED when the file is not the one that was indexed."""
         with self._lock:
-            self._check_unchanged()
-            return self.fetch([int(self._places[position]) for position in positions])
+            for _ in range(_READ_ATTEMPTS):
+                self._check_unchanged()
+                found = self.fetch([int(self._places[position]) for position in positions])
+                # A file that was written meanwhile may have been read at the offsets of the one before.
+                if self.stamp() == self._stamp:
+                    return found
+        raise not_found(self.key, self.path, "it is being written; try again when it is complete")
 
     def _check_unchanged(self) -> None:
         stamp = self.stamp()

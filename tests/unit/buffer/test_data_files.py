@@ -81,6 +81,28 @@ def test_a_file_that_was_mended_is_indexed_again_and_another_one_refused(tmp_pat
         file.read([0])
 
 
+def test_a_file_that_is_written_while_it_is_read_is_read_again(tmp_path):
+    path = tmp_path / "f.jsonl"
+    write(path, [{"input": str(i)} for i in range(5)])
+
+    class Racing(JsonlFile):
+        """Another process replaces the file in the middle of the first reads."""
+
+        writes = 1
+
+        def fetch(self, places):
+            if self.writes:
+                self.writes -= 1
+                write(path, [{"input": f"{'longer' * (1 + self.writes)} {i}"} for i in range(5)])
+            return super().fetch(places)
+
+    file = Racing(str(path), "prompt_data")
+    assert [file.parse(*row)["input"] for row in file.read([4, 0])] == ["longer 4", "longer 0"]
+    file.writes = 99
+    with pytest.raises(ServiceError, match="it is being written; try again when it is complete"):
+        file.read([0])
+
+
 async def test_rows_beyond_the_checked_ones_are_judged_when_drawn(tmp_path, load, monkeypatch):
     monkeypatch.setattr(prompt_file, "CHECKED_ROWS", 4)
     path = tmp_path / "rows.jsonl"
