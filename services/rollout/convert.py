@@ -59,6 +59,7 @@ def run_settings(run: ActiveRun) -> RunSettings:
         update_timeout=spec.trainer.update_timeout,
         pause_mode=rollout.pause_mode,
         generate_path=rollout.custom_generate_function_path,
+        filter_path=rollout.dynamic_sampling_filter_path,
         keys=keys | {"run_id": run.run_id},
     )
 

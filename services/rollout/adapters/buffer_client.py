@@ -14,9 +14,10 @@ from tetrarch.buffer.v1 import (
     registry_service_pb2_grpc,
     run_pb2,
 )
+from tetrarch.common.v1 import sample_pb2
 
 from services.common.channel import translate_errors
-from services.common.convert import group_to_proto, prompt_from_proto
+from services.common.convert import group_to_proto, prompt_from_proto, sample_from_proto
 from services.common.records import Group, Prompt
 from services.rollout.core.ports import ActiveRun, Lease, PutResult
 
@@ -29,6 +30,10 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     message = duration_pb2.Duration()
     message.FromNanoseconds(int(seconds * 1e9))
     return message
+
+
+def _group_from_proto(message: sample_pb2.Group) -> Group:
+    return Group(message.group_id, message.ordinal, tuple(sample_from_proto(sample) for sample in message.samples))
 
 
 class GrpcBuffer:
@@ -65,7 +70,15 @@ class GrpcBuffer:
         )
         async with translate_errors():
             response = await self._buffer.LeasePrompts(request, timeout=max_wait + _CALL_SLACK)
-        return [Lease(item.lease_id, prompt_from_proto(item.prompt), item.attempt) for item in response.leases]
+        return [
+            Lease(
+                item.lease_id,
+                prompt_from_proto(item.prompt),
+                item.attempt,
+                _group_from_proto(item.partial) if item.HasField("partial") else None,
+            )
+            for item in response.leases
+        ]
 
     async def extend_leases(self, run_id: str, lease_ids: Sequence[str], ttl: float) -> set[str]:
         """See `PromptBuffer`."""
@@ -73,9 +86,18 @@ class GrpcBuffer:
         async with translate_errors():
             return set((await self._buffer.ExtendLeases(request)).lost_lease_ids)
 
-    async def release_leases(self, run_id: str, lease_ids: Sequence[str], evict_reason: str = "") -> None:
+    async def release_leases(
+        self, run_id: str, lease_ids: Sequence[str], evict_reason: str = "", *, unharmed: bool = False,
+        partials: Mapping[str, Group] | None = None,
+    ) -> None:  # fmt: skip
         """See `PromptBuffer`."""
-        request = buffer_service_pb2.ReleaseLeasesRequest(run_id=run_id, lease_ids=lease_ids, evict_reason=evict_reason)
+        request = buffer_service_pb2.ReleaseLeasesRequest(
+            run_id=run_id, lease_ids=lease_ids, evict_reason=evict_reason, drained=unharmed,
+            partial_groups=[
+                buffer_service_pb2.LeasedGroup(lease_id=lease_id, group=group_to_proto(group))
+                for lease_id, group in (partials or {}).items()
+            ],
+        )  # fmt: skip
         async with translate_errors():
             await self._buffer.ReleaseLeases(request)
 

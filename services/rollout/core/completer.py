@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,17 @@ from services.rollout.core.trajectory import merge_spans
 
 _RETRY_SECONDS = (0.1, 2.0)
 """First and longest pause between tries."""
+
+
+class Halt:
+    """Whether unfinished work is to be handed over instead of being gone on with."""
+
+    def __init__(self) -> None:
+        self.called = False
+
+    def call(self) -> None:
+        """From now on completions that an engine ends half way are returned as they are."""
+        self.called = True
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Completer:
     tokenizer: Tokenizer
     counters: Counters
     max_context_length: int | None = None
+    halt: Halt = field(default_factory=Halt)
 
     async def complete(
         self, input_ids: Sequence[int] | np.ndarray, sampling: SamplingParams, sample_count: int, deadline: float
@@ -52,7 +64,7 @@ class Completer:
 
         `max_new_tokens` is lowered to what the context allows. Raises PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE or
         ENGINE_REFUSED (INVALID_ARGUMENT: trying again is useless), NO_ENGINE_READY, ENGINE_UNAVAILABLE or
-        ENGINE_TIMEOUT (the deadline passed).
+        ENGINE_TIMEOUT (the deadline passed), HALTED. After a halt a completion may end with finish_reason "abort".
         """
         if not await self.fleet.wait_serving(deadline - time.monotonic()):
             raise ServiceError(
@@ -86,6 +98,8 @@ class Completer:
         pause, longest = _RETRY_SECONDS
         while True:
             remaining = deadline - time.monotonic()
+            if self.halt.called:
+                raise ServiceError(Code.UNAVAILABLE, "HALTED", "The node gives its unfinished work back.")
             if remaining <= 0:
                 raise _timed_out(request)
             try:
@@ -108,6 +122,8 @@ class Completer:
             made = len(piece.output_ids)
             if made >= budget:
                 return replace(piece, finish_reason="length")
+            if self.halt.called:
+                return piece
             self.counters.continued_sample_count += 1
             await asyncio.sleep(_RETRY_SECONDS[0])
             rest = replace(
@@ -117,7 +133,12 @@ class Completer:
                 sampling=replace(request.sampling, max_new_tokens=budget - made),
                 sample_count=1,
             )
-            (more,) = await self._try(rest, deadline)
+            try:
+                (more,) = await self._try(rest, deadline)
+            except ServiceError:
+                if self.halt.called:
+                    return piece
+                raise
             piece = self._join(piece, more)
         return piece
 

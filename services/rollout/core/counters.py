@@ -19,6 +19,12 @@ class Counters:
     failed_group_count: int = 0
     unscored_sample_count: int = 0
     lost_lease_count: int = 0
+    rejected_group_count: int = 0
+    """By the sampling filter."""
+    unfinished_group_count: int = 0
+    """Given back with what was made so far."""
+    resumed_sample_count: int = 0
+    """Taken up from what an earlier lease had made."""
     retried_request_count: int = 0
     """Requests sent again after the router gave them up."""
     continued_sample_count: int = 0

@@ -193,6 +193,16 @@ class Fleet:
             except ServiceError as error:
                 log.warning("engine did not abort its requests", engine=slot.engine_id, error=str(error))
 
+    async def abort_requests(self) -> None:
+        """Ends every request of every engine where it is; the engines serve on. Never raises."""
+        for slot in self.slots:
+            if slot.engine is None or slot.engine_id not in self._routed:
+                continue
+            try:
+                await slot.engine.abort_all()
+            except ServiceError as error:
+                log.warning("engine did not abort its requests", engine=slot.engine_id, error=str(error))
+
     async def begin_run(self) -> None:
         """A new run: what the engines hold is no version of it, and its update epochs start over."""
         for slot in self.slots:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import Code, ServiceError
@@ -33,6 +33,14 @@ PATH_KEY = "custom_generate_function_path"
 
 class TurnLimitReached(Exception):
     """A generate function asked for more turns than `max_turns`. Uncaught, it ends the sample as TRUNCATED."""
+
+
+class Unfinished(Exception):
+    """The node halted: what was made of a group so far, by index; unfinished trajectories are ABORTED."""
+
+    def __init__(self, trajectories: Mapping[int, Trajectory]) -> None:
+        super().__init__(f"{len(trajectories)} samples were begun")
+        self.trajectories = dict(trajectories)
 
 
 class GenerateContext:
@@ -73,8 +81,12 @@ class GenerateContext:
         self._turns += 1
         call = self._completer.complete(input_ids, sampling, 1, self._deadline)
         if asyncio.get_running_loop() is self._home:
-            return (await call)[0]
-        return (await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home)))[0]
+            (made,) = await call
+        else:
+            (made,) = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+        if made.finish_reason == "abort":
+            raise ServiceError(Code.UNAVAILABLE, "HALTED", "The node gives its unfinished work back.")
+        return made
 
 
 @dataclass(frozen=True)
@@ -88,36 +100,90 @@ class Generator:
     slime: SlimeFunction | None = None
     loop: UserLoop | None = None
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, sample_count: int) -> list[Trajectory]:
-        """`sample_count` trajectories in order. Raises ServiceError when any sample failed for good."""
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sample_count: int,
+        begun: Mapping[int, Trajectory] | None = None,
+    ) -> list[Trajectory]:
+        """`sample_count` trajectories in order. `begun`: what there is of some; ABORTED ones are not finished yet.
+
+        Raises ServiceError when any sample failed for good, Unfinished when the node halted first.
+        """
         deadline = time.monotonic() + self.run.generate_timeout
+        begun = begun or {}
+        done = {index: made for index, made in begun.items() if made.status is not SampleStatus.ABORTED}
         if self.function is None and self.slime is None:
-            return await self._single_turn(prompt, sampling, sample_count, deadline)
-        calls = [self._custom(prompt, sampling, index, deadline) for index in range(sample_count)]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        trajectories = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
+            made = await self._single_turn(prompt, sampling, sample_count, deadline, begun)
+        else:
+            # A function of the user cannot be entered half way: what it had not finished is made again.
+            left = [index for index in range(sample_count) if index not in done]
+            calls = [self._custom(prompt, sampling, index, deadline) for index in left]
+            made = dict(zip(left, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        return self._complete(done, made, sample_count)
+
+    def _complete(
+        self, done: Mapping[int, Trajectory], made: Mapping[int, Trajectory | BaseException], sample_count: int
+    ) -> list[Trajectory]:
+        """All trajectories in order. Raises the first failure that is not the halt, then Unfinished."""
+        whole = dict(done)
+        for index, outcome in made.items():
+            if isinstance(outcome, Trajectory):
+                whole[index] = outcome
+            elif not (isinstance(outcome, ServiceError) and self.completer.halt.called):
                 raise outcome
-            if not outcome.versions:
+        for outcome in whole.values() if self.loop is not None else ():
+            if not outcome.versions and outcome.status is not SampleStatus.ABORTED:
                 raise ServiceError(
                     Code.FAILED_PRECONDITION,
                     "GENERATE_FAILED",
                     f"{PATH_KEY} {self.run.generate_path!r} returned a sample without any token of the model.",
                 )
-            trajectories.append(outcome)
-        return trajectories
+        halted = any(one.status is SampleStatus.ABORTED for one in whole.values()) and self.completer.halt.called
+        if halted or len(whole) < sample_count:
+            raise Unfinished({index: one for index, one in sorted(whole.items()) if one.response_length})
+        return [whole[index] for index in range(sample_count)]
 
     async def _single_turn(
-        self, prompt: Prompt, sampling: SamplingParams, sample_count: int, deadline: float
-    ) -> list[Trajectory]:
-        generations = await self.completer.complete(prompt.tokens, sampling, sample_count, deadline)
-        trajectories = []
-        for generation in generations:
-            trajectory = Trajectory(prompt.tokens)
-            trajectory.append_generation(generation)
-            trajectories.append(trajectory)
-        return trajectories
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sample_count: int,
+        deadline: float,
+        begun: Mapping[int, Trajectory],
+    ) -> dict[int, Trajectory | BaseException]:
+        """Outcome by index of the samples that were not done."""
+        fresh = [index for index in range(sample_count) if index not in begun]
+        unfinished = [index for index, one in begun.items() if one.status is SampleStatus.ABORTED]
+        calls = [self._go_on(begun[index], sampling, deadline) for index in unfinished]
+        if fresh:
+            calls.append(self.completer.complete(prompt.tokens, sampling, len(fresh), deadline))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        made: dict[int, Trajectory | BaseException] = dict(zip(unfinished, answers, strict=False))
+        for index, answer in made.items():
+            if isinstance(answer, ServiceError) and self.completer.halt.called:
+                made[index] = begun[index]  # no engine took it up
+        if fresh and isinstance(answers[-1], BaseException):
+            return made | dict.fromkeys(fresh, answers[-1])
+        for index, generation in zip(fresh, answers[-1] if fresh else (), strict=True):
+            made[index] = Trajectory(prompt.tokens)
+            made[index].append_generation(generation)
+        return made
+
+    async def _go_on(self, begun: Trajectory, sampling: SamplingParams, deadline: float) -> Trajectory:
+        """A trajectory taken up from its tokens."""
+        budget = sampling.max_new_tokens
+        if budget is not None and begun.response_length >= budget:
+            begun.finish(SampleStatus.TRUNCATED)
+            return begun
+        rest = sampling if budget is None else replace(sampling, max_new_tokens=budget - begun.response_length)
+        (more,) = await self.completer.complete(begun.input_ids, rest, 1, deadline)
+        self.completer.counters.resumed_sample_count += 1
+        turns = begun.turn_count
+        begun.append_generation(more)
+        begun.turn_count = max(1, turns)
+        return begun
 
     async def _custom(self, prompt: Prompt, sampling: SamplingParams, index: int, deadline: float) -> Trajectory:
         # No user code runs before an engine can answer it; the time it has begins then.

@@ -2,7 +2,8 @@
 
 lease → generate n samples → score → put. The buffer decides how many prompts may be out; this loop only keeps
 its engines full. Invariants: at most `max_inflight` groups are in flight; a lease is extended until its group
-is put or given back; a group is put whole or its lease is released; every wait ends.
+is put or given back, also while the loop drains; a group is put whole or its lease is released, with what was
+made of it when the node is what ended it; every wait ends.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from services.common.telemetry import get_logger
 from services.rollout.core.batching import Batcher
 from services.rollout.core.completer import may_pass
 from services.rollout.core.counters import Counters
+from services.rollout.core.filters import Rejected
+from services.rollout.core.makers import Interrupted
 from services.rollout.core.ports import Lease, PromptBuffer, PutResult
 from services.rollout.core.run_settings import RunSettings
 
@@ -30,14 +33,19 @@ _MAX_LEASE_COUNT = 128
 _PUT_BYTES = 4 << 20
 _PUT_SECONDS = 60.0
 """How long a finished group is offered to a buffer that does not answer."""
+_FULL_SECONDS = 1800.0
+"""How long a finished group is offered to a buffer whose store is full; the trainer frees it with its checkpoints."""
+_INTERRUPT_SECONDS = 3.0
+"""How long engines may take to hand over what they have of a group."""
 _MAX_BACKOFF = 5.0
 
 
 class GroupMaker(Protocol):
     """Makes a finished group of a prompt."""
 
-    async def make(self, prompt: Prompt) -> Group:
-        """Raises ServiceError: INVALID_ARGUMENT when this prompt can never succeed."""
+    async def make(self, prompt: Prompt, partial: Group | None = None) -> Group:
+        """The group, gone on with from `partial`. Raises ServiceError (INVALID_ARGUMENT when this prompt can never
+        succeed), Rejected, Interrupted."""
         ...
 
 
@@ -51,6 +59,7 @@ class GenerationLoop:
         counters: of the node.
         max_inflight: says how many groups may be in flight now.
         ready: waits at most the given seconds until work makes sense; False when it does not.
+        interrupt: makes `make` end at once with Interrupted, and returns; None when there is nothing to hand over.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class GenerationLoop:
         counters: Counters,
         max_inflight: Callable[[], int],
         ready: Callable[[float], Awaitable[bool]],
+        interrupt: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._buffer = buffer
         self._maker = maker
@@ -68,9 +78,13 @@ class GenerationLoop:
         self._counters = counters
         self._max_inflight = max_inflight
         self._ready = ready
+        self._interrupt = interrupt
+        self._extender: asyncio.Task[None] | None = None
         self._work: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
         self._draining = False
+        self._left = asyncio.Event()
+        """The loop leases no more: no answer with leases is under way."""
         self._failures = 0
         # A call for prompts may wait while others are in work: only the time without any work is idle.
         self._idle_since = time.monotonic()
@@ -88,7 +102,7 @@ class GenerationLoop:
 
     async def run(self) -> None:
         """Runs until cancelled or drained."""
-        extender = asyncio.create_task(self._extend())
+        self._extender = asyncio.create_task(self._extend())
         try:
             while not self._draining:
                 try:
@@ -101,7 +115,9 @@ class GenerationLoop:
                     log.warning("prompts cannot be leased", error=str(error))
                     await asyncio.sleep(1.0)
         finally:
-            extender.cancel()
+            self._left.set()
+            if not self._draining:
+                self._extender.cancel()
 
     async def _turn(self) -> None:
         """Leases once and starts work on what came."""
@@ -118,6 +134,10 @@ class GenerationLoop:
         leases = await self._buffer.lease_prompts(
             self._run.run_id, min(free, _MAX_LEASE_COUNT), _LEASE_WAIT, self._run.lease_ttl
         )
+        if self._draining:
+            if leases:
+                await self._release([lease.lease_id for lease in leases], unharmed=True)
+            return
         if leases and not self._work:
             self._counters.idle_seconds += time.monotonic() - self._idle_since
         for lease in leases:
@@ -134,7 +154,7 @@ class GenerationLoop:
     async def _handle(self, lease: Lease) -> None:
         # Every part has a deadline of its own; this one holds what they forget, so that no lease is extended for ever.
         run = self._run
-        seconds = run.generate_timeout + run.score.timeout + 2 * _PUT_SECONDS
+        seconds = run.generate_timeout + run.score.timeout + 2 * _PUT_SECONDS + _FULL_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 await self._make_and_store(lease)
@@ -144,9 +164,18 @@ class GenerationLoop:
 
     async def _make_and_store(self, lease: Lease) -> None:
         try:
-            group = await self._maker.make(lease.prompt)
+            group = await self._maker.make(lease.prompt, lease.partial)
         except ServiceError as error:
-            await self._give_back(lease, error)
+            if error.reason == "HALTED":
+                await self._release([lease.lease_id], unharmed=True)
+            else:
+                await self._give_back(lease, error)
+        except Interrupted as stop:
+            await self._hand_over(lease, stop.group)
+        except Rejected as rejected:
+            self._counters.rejected_group_count += 1
+            self._failures, self.problem = 0, ""
+            await self._release([lease.lease_id], f"FILTERED:{rejected.reason}")
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -159,6 +188,10 @@ class GenerationLoop:
         try:
             result = await self._puts.submit((lease.lease_id, group))
         except ServiceError as error:
+            if error.retry_seconds is not None and error.code is Code.RESOURCE_EXHAUSTED:
+                log.warning("a group is given back: the store stays full", group=group.group_id, error=str(error))
+                await self._release([lease.lease_id], unharmed=True)
+                return
             log.warning("a group could not be put; its lease will expire", group=group.group_id, error=str(error))
             return
         self._counters.count_put(result.outcome)
@@ -188,9 +221,24 @@ class GenerationLoop:
             self.problem = f"{self._failures} groups failed in a row, the last one because: {error}"
         await self._release([lease.lease_id], reason)
 
-    async def _release(self, lease_ids: Sequence[str], reason: str = "") -> None:
+    async def _hand_over(self, lease: Lease, group: Group) -> None:
+        """Gives a prompt back with what was made of it."""
+        if not group.samples:
+            await self._release([lease.lease_id], unharmed=True)
+            return
         try:
-            await self._buffer.release_leases(self._run.run_id, lease_ids, reason)
+            await self._buffer.release_leases(
+                self._run.run_id, [lease.lease_id], unharmed=True, partials={lease.lease_id: group}
+            )
+        except ServiceError as error:  # too large, or a store that is full
+            log.warning("what was made of a group is lost", group=group.group_id, error=str(error))
+            await self._release([lease.lease_id], unharmed=True)
+        else:
+            self._counters.unfinished_group_count += 1
+
+    async def _release(self, lease_ids: Sequence[str], reason: str = "", *, unharmed: bool = False) -> None:
+        try:
+            await self._buffer.release_leases(self._run.run_id, lease_ids, reason, unharmed=unharmed)
         except ServiceError as error:  # they expire by themselves, or end with their run
             if error.reason == "RUN_FINISHED":
                 return
@@ -198,16 +246,19 @@ class GenerationLoop:
 
     async def _put(self, groups: list[tuple[str, Group]]) -> list[PutResult]:
         """Offers groups until the buffer answers; the same put twice is the same put."""
-        deadline, pause = time.monotonic() + _PUT_SECONDS, 0.1
+        began, pause = time.monotonic(), 0.1
         while True:
             try:
                 return await self._buffer.put_groups(self._run.run_id, groups)
             except ServiceError as error:
                 # A full store (RESOURCE_EXHAUSTED) says when to come again; a group that is too large does not.
+                full = error.code is Code.RESOURCE_EXHAUSTED and error.retry_seconds is not None
                 passing = error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) or error.retry_seconds is not None
                 pause = max(pause, error.retry_seconds or 0.0)
-                if not passing or time.monotonic() + pause > deadline:
+                if not passing or time.monotonic() + pause > began + (_FULL_SECONDS if full else _PUT_SECONDS):
                     raise
+                if full:
+                    self.problem = f"Finished groups wait for the buffer: {error}"
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
 
@@ -227,19 +278,37 @@ class GenerationLoop:
                 if task := self._work.get(lease_id):
                     task.cancel()
 
-    async def drain(self, max_wait: float) -> int:
-        """Takes no more prompts, waits for those in flight, gives the rest back; returns how many those were."""
+    async def drain(self, max_wait: float, *, keep: bool = True) -> int:
+        """Takes no more prompts, waits for those in flight, gives the rest back; returns how many those were.
+
+        `keep`: with what was made of them, so that another node goes on from there. None of it counts as an attempt.
+        """
         self._draining = True
-        tasks = list(self._work.values())
-        if tasks:
-            await asyncio.wait(tasks, timeout=max_wait)
+        self._freed.set()
+        await asyncio.gather(self._wait(max_wait), self._leave(keep))
         left = list(self._work)
-        for lease_id in left:
+        if left and keep and self._interrupt is not None:
+            await self._interrupt()
+            await self._wait(_INTERRUPT_SECONDS)
+        rest = list(self._work)
+        for lease_id in rest:
             self._work[lease_id].cancel()
-        if left:
-            await asyncio.gather(*(self._work[i] for i in left if i in self._work), return_exceptions=True)
-            await self._release(left)
+        if rest:
+            await asyncio.gather(*(self._work[i] for i in rest if i in self._work), return_exceptions=True)
+            await self._release(rest, unharmed=True)
+        if self._extender is not None:
+            self._extender.cancel()
         return len(left)
+
+    async def _leave(self, keep: bool) -> None:
+        """Waits for the answer of a lease call that is under way: its leases would expire as failed attempts."""
+        if self._extender is not None and keep:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), _LEASE_WAIT + 1.0)
+
+    async def _wait(self, seconds: float) -> None:
+        if tasks := list(self._work.values()):
+            await asyncio.wait(tasks, timeout=seconds)
 
 
 def _group_bytes(item: tuple[str, Group]) -> float:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.errors import Code, ServiceError
 from services.common.records import Group, Prompt, Sample, SamplingParams
 from services.rollout.core.counters import Counters
+from services.rollout.core.filters import SamplingFilter
 from services.rollout.core.fleet import Fleet
-from services.rollout.core.generate import Generator
+from services.rollout.core.generate import Generator, Unfinished
 from services.rollout.core.ports import Tokenizer
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.samples import build_sample, supervised_group, unscored
 from services.rollout.core.scoring import Scoring
+from services.rollout.core.trajectory import Trajectory
+
+
+class Interrupted(Exception):
+    """The node halted before a group was finished; what there is of it."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(f"group {group.group_id} has {len(group.samples)} samples so far")
+        self.group = group
 
 
 @dataclass(frozen=True)
@@ -26,16 +37,30 @@ class RolloutMaker:
     run: RunSettings
     tokenizer: Tokenizer
     counters: Counters
+    filter: SamplingFilter | None = None
 
-    async def samples(self, prompt: Prompt, sampling: SamplingParams, sample_count: int) -> list[Sample]:
-        """Unscored samples of a prompt. Raises the errors of `Generator.generate`."""
+    async def samples(
+        self, prompt: Prompt, sampling: SamplingParams, sample_count: int, partial: Group | None = None
+    ) -> list[Sample]:
+        """Unscored samples of a prompt. Raises the errors of `Generator.generate`; Interrupted when the node halted."""
         began = time.monotonic()
-        trajectories = await self.generator.generate(prompt, sampling, sample_count)
+        try:
+            trajectories = await self.generator.generate(prompt, sampling, sample_count, _begun(prompt, partial))
+        except Unfinished as stop:
+            raise Interrupted(self._group(prompt, stop.trajectories)) from stop
         self.counters.generate_seconds += (time.monotonic() - began) * sample_count
-        return [
-            build_sample(prompt, index, trajectory, self.tokenizer, self.fleet.engine_id_of(trajectory.engine_url))
-            for index, trajectory in enumerate(trajectories)
-        ]
+        return list(self._group(prompt, dict(enumerate(trajectories))).samples)
+
+    def _group(self, prompt: Prompt, trajectories: Mapping[int, Trajectory]) -> Group:
+        """Unscored samples of trajectories by index."""
+        return Group(
+            prompt.group_id,
+            prompt.ordinal,
+            tuple(
+                build_sample(prompt, index, trajectory, self.tokenizer, self.fleet.engine_id_of(trajectory.engine_url))
+                for index, trajectory in trajectories.items()
+            ),
+        )
 
     async def score(self, prompt: Prompt, samples: list[Sample]) -> list[Sample]:
         """The samples with rewards, or with reasons why not."""
@@ -45,11 +70,14 @@ class RolloutMaker:
         self.counters.unscored_sample_count += sum(sample.reward is None for sample in done)
         return done
 
-    async def make(self, prompt: Prompt) -> Group:
-        """A scored group. Raises UNSCORED when no sample has a reward."""
+    async def make(self, prompt: Prompt, partial: Group | None = None) -> Group:
+        """A scored group, gone on with from what there is of it.
+
+        Raises UNSCORED when no sample has a reward, Rejected by the sampling filter, Interrupted when the node halted.
+        """
         began = time.monotonic()
         sampling = self.run.sampling.overlaid(prompt.sampling)
-        samples = await self.samples(prompt, sampling, self.run.samples_per_prompt)
+        samples = await self.samples(prompt, sampling, self.run.samples_per_prompt, partial)
         generated = time.monotonic()
         samples = await self.score(prompt, samples)
         if unscored(samples):
@@ -59,6 +87,8 @@ class RolloutMaker:
                 f"No sample of group {prompt.group_id} was scored ({samples[0].unscored_reason}).",
                 group_id=prompt.group_id,
             )
+        if self.filter is not None:
+            await self.filter.check(prompt, samples)
         return Group(
             group_id=prompt.group_id,
             ordinal=prompt.ordinal,
@@ -75,7 +105,7 @@ class SupervisedMaker:
     run: RunSettings
     tokenizer: Tokenizer
 
-    async def make(self, prompt: Prompt) -> Group:
+    async def make(self, prompt: Prompt, partial: Group | None = None) -> Group:
         """The group of prompt and label. Raises INVALID_FIELD when the row has no label."""
         if not prompt.label:
             raise ServiceError(
@@ -85,3 +115,15 @@ class SupervisedMaker:
                 row=prompt.row,
             )
         return supervised_group(prompt, self.tokenizer, self.run.max_context_length)
+
+
+def _begun(prompt: Prompt, partial: Group | None) -> dict[int, Trajectory]:
+    """Trajectories to go on with, by index; none of a group that another prompt text was made of."""
+    if partial is None:
+        return {}
+    tokens = prompt.tokens.tolist()
+    return {
+        sample.index: Trajectory.of(sample)
+        for sample in partial.samples
+        if sample.tokens[: sample.prompt_length].tolist() == tokens
+    }

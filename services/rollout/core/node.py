@@ -19,6 +19,7 @@ from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
 from services.rollout.core.counters import Counters
 from services.rollout.core.engine_port import EngineFactory, Router
+from services.rollout.core.filters import make_filter
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.generate import check_function
 from services.rollout.core.ports import ActiveRun, PromptBuffer, Scorer, Tokenizer
@@ -161,6 +162,7 @@ class Node:
 
     async def _take(self, run: RunSettings) -> None:
         check_function(run)
+        make_filter(run)
         tokenizer = await asyncio.to_thread(self._outside.load_tokenizer, run.checkpoint)
         fleet = None
         if run.sft:
@@ -198,7 +200,7 @@ class Node:
         if self._ended_at is None:
             self._ended_at = time.monotonic()
             log.info("run ended", run=self.run_id)
-            await self.session.drain(0.0)
+            await self.session.drain(0.0, keep=False)
         if self.session.run.sft or time.monotonic() - self._ended_at > self._settings.linger_seconds:
             await self._leave_run()
             await self._stop_engines()

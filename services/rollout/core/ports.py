@@ -14,11 +14,13 @@ from services.common.records import Group, Prompt
 
 @dataclass(frozen=True)
 class Lease:
-    """A prompt in the hands of this node. `attempt`: how many attempts at it failed before."""
+    """A prompt in the hands of this node. `attempt`: how many attempts at it failed before. `partial`: what an earlier
+    lease had made when it was given back."""
 
     lease_id: str
     prompt: Prompt
     attempt: int
+    partial: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,12 @@ class PromptBuffer(Protocol):
         """Moves deadlines to `ttl` seconds from now; returns leases that are lost."""
         ...
 
-    async def release_leases(self, run_id: str, lease_ids: Sequence[str], evict_reason: str = "") -> None:
-        """Gives prompts back, or evicts them."""
+    async def release_leases(
+        self, run_id: str, lease_ids: Sequence[str], evict_reason: str = "", *, unharmed: bool = False,
+        partials: Mapping[str, Group] | None = None,
+    ) -> None:  # fmt: skip
+        """Gives prompts back, or evicts them. `unharmed`: they did not fail, so it counts as no attempt.
+        `partials`: what was made so far under some of the leases, to be gone on from."""
         ...
 
     async def put_groups(self, run_id: str, groups: Sequence[tuple[str, Group]]) -> list[PutResult]:

@@ -57,5 +57,7 @@ class RunSettings:
     update_timeout: float = 60.0
     pause_mode: str = "retract"
     generate_path: str | None = None
+    filter_path: str | None = None
+    """Function that keeps or rejects a scored group."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Every key of the run by its flat name, for generate functions that ask for it."""

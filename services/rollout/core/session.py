@@ -12,9 +12,10 @@ import numpy as np
 from services.common.errors import Code, ServiceError
 from services.common.records import Prompt, Sample, SamplingParams
 from services.common.telemetry import get_logger
-from services.rollout.core.completer import Completer
+from services.rollout.core.completer import Completer, Halt
 from services.rollout.core.counters import Counters
 from services.rollout.core.evaluation import Evaluation, EvaluationRequest
+from services.rollout.core.filters import make_filter
 from services.rollout.core.fleet import Fleet
 from services.rollout.core.generate import Generator, make_generator
 from services.rollout.core.generation_loop import GenerationLoop
@@ -49,7 +50,7 @@ class RunSession:
         tokenizer: of the run's checkpoint.
         fleet: engines; None for a supervised run.
 
-    Raises FUNCTION_NOT_LOADABLE for a generate function that cannot be used.
+    Raises FUNCTION_NOT_LOADABLE for a generate function or a filter that cannot be used.
     """
 
     def __init__(self, run: RunSettings, services: Services, tokenizer: Tokenizer, fleet: Fleet | None) -> None:
@@ -60,16 +61,22 @@ class RunSession:
         self._task: asyncio.Task[None] | None = None
         self._generator: Generator | None = None
         self._maker: RolloutMaker | None = None
+        self._halt = Halt()
         if fleet is None:
             maker: RolloutMaker | SupervisedMaker = SupervisedMaker(run, tokenizer)
         else:
             completer = Completer(fleet, tokenizer, services.counters, run.max_context_length)
             self._generator = make_generator(completer, run)
+            # Evaluations are not given back: they go on where an engine ended them.
+            training = replace(self._generator, completer=replace(completer, halt=self._halt))
             self.updates = WeightUpdates(fleet, services.counters, run.pause_mode, run.update_timeout)
-            maker = self._maker = RolloutMaker(
+            self._maker = RolloutMaker(
                 fleet, self._generator, Scoring(services.scorer, run.score), run, tokenizer, services.counters
             )
-        self._loop = GenerationLoop(services.buffer, maker, run, services.counters, self._inflight, self._ready)
+            maker = replace(self._maker, generator=training, filter=make_filter(run))
+        self._loop = GenerationLoop(
+            services.buffer, maker, run, services.counters, self._inflight, self._ready, self._interrupt
+        )
 
     def _inflight(self) -> int:
         """Groups in flight: twice what the engines decode at once keeps them full while others are scored."""
@@ -108,13 +115,19 @@ class RunSession:
             return f"The generation loop ended: {self._task.exception()}"
         return self._loop.problem
 
-    async def drain(self, max_wait: float) -> int:
-        """Stops leasing; returns how many groups were given back unfinished."""
-        return await self._loop.drain(max_wait)
+    async def _interrupt(self) -> None:
+        """Makes the engines hand over what they have of every group."""
+        self._halt.call()
+        if self.fleet is not None:
+            await self.fleet.abort_requests()
+
+    async def drain(self, max_wait: float, *, keep: bool = True) -> int:
+        """Stops leasing; returns how many groups were given back unfinished, with what was made of them (`keep`)."""
+        return await self._loop.drain(max_wait, keep=keep)
 
     async def stop(self, max_wait: float) -> None:
         """Drains and ends; the fleet is left running."""
-        await self._loop.drain(max_wait)
+        await self._loop.drain(max_wait, keep=not self.run_ended)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):

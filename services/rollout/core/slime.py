@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from services.common.errors import Code, ServiceError
-from services.common.records import Prompt, SampleStatus, SamplingParams, VersionSpan
+from services.common.records import Prompt, Sample, SampleStatus, SamplingParams, VersionSpan
 from services.rollout.core.completer import Completer
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.trajectory import Trajectory
@@ -74,6 +74,27 @@ class SlimeSample:
         self.non_generation_time = 0.0
         self.apply_chat_template_kwargs: dict[str, Any] = {}
         self.multimodal_inputs: Any = None
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward; a mapping gives the entry that `args.reward_key` names."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key and isinstance(self.reward, Mapping) else self.reward
+
+
+def finished_sample(prompt: Prompt, sample: Sample) -> SlimeSample:
+    """A finished sample as functions written for slime see it."""
+    seen = SlimeSample(prompt, sample.index)
+    seen.tokens = sample.tokens.tolist()
+    seen.response, seen.response_length = sample.response, sample.response_length
+    seen.reward = sample.reward
+    seen.loss_mask = sample.loss_mask.tolist()
+    seen.rollout_log_probs = sample.log_probs.tolist()
+    seen.weight_version_spans = [(span.version, span.start, span.end) for span in sample.versions]
+    seen.weight_versions = [str(span.version) for span in sample.versions]
+    seen.status = SlimeSample.Status[sample.status.name]
+    seen.metadata |= json.loads(sample.metadata_json) if sample.metadata_json else {}
+    seen.non_generation_time = sample.tool_seconds
+    return seen
 
 
 class SlimeFunction:

@@ -10,13 +10,14 @@ reported them, and an environment token belongs to the span before it (at the he
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from services.common.errors import Code, ServiceError
-from services.common.records import SampleStatus, VersionSpan
+from services.common.records import Sample, SampleStatus, VersionSpan
 from services.rollout.core.engine_port import Generation
 
 NumberT = TypeVar("NumberT", int, float)
@@ -64,6 +65,20 @@ class Trajectory:
         self.reward: float | None = None
         self.metadata: dict[str, object] = {}
         self.engine_url: str | None = None
+
+    @classmethod
+    def of(cls, sample: Sample) -> Trajectory:
+        """The trajectory that a sample was made of, to be gone on with."""
+        trajectory = cls(sample.tokens[: sample.prompt_length])
+        if sample.response_length:
+            trajectory.append_model(sample.tokens[sample.prompt_length :], sample.log_probs, sample.versions)
+            trajectory.apply_mask(sample.loss_mask.tolist())
+        trajectory.turn_count, trajectory.tool_seconds = sample.turn_count, sample.tool_seconds
+        trajectory.reward = sample.reward
+        trajectory.metadata = json.loads(sample.metadata_json) if sample.metadata_json else {}
+        trajectory.engine_url = sample.engine_id or None
+        trajectory.finish(sample.status)
+        return trajectory
 
     @property
     def input_ids(self) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 
 import grpc
 import numpy as np
 import pytest
-from tetrarch.buffer.v1 import registry_service_pb2
+from tetrarch.buffer.v1 import buffer_service_pb2, registry_service_pb2
 from tetrarch.common.v1 import sample_pb2
 from tetrarch.rollout.v1 import engine_pb2
 from tetrarch.rollout.v1 import rollout_service_pb2 as pb2
@@ -211,3 +212,30 @@ async def test_a_node_that_stops_gives_its_leases_back(client):
     members = await client.registry.ListMembers(registry_service_pb2.ListMembersRequest(tier="rollout"))
     assert not members.members
     world.node = None
+
+
+async def test_a_node_that_stops_hands_over_what_it_has_made(client):
+    """Comes after the last: it needs a node of its own, and stops it."""
+    world = client.world
+    engine = {"tokens_per_second": 40, "mean_response_len": 2000}
+    await serving(client, rollout={"rollout_max_response_len": 500, "simulated": engine})
+
+    async def leased(count: int) -> bool:
+        return (await client.stats()).leased_count == count
+
+    await until(lambda: leased(8), 10)
+    await asyncio.sleep(1.0)
+    assert world.node.stop() == 0
+    world.node = None
+    stats = await client.stats()
+    assert (stats.pending_count, stats.evicted_count, stats.lease_expired_count) == (8, 0, 0)
+    request = buffer_service_pb2.LeasePromptsRequest(
+        run_id=client.run_id, request_id="test", caller="test", max_prompt_count=8
+    )
+    request.ttl.FromSeconds(60)
+    leases = (await client.buffer.LeasePrompts(request)).leases
+    assert [lease.attempt for lease in leases] == [0] * 8
+    shares = [sample_from_proto(sample) for lease in leases for sample in lease.partial.samples]
+    assert len(shares) == 16
+    assert min(share.response_length for share in shares) > 10
+    assert {share.versions[0].version for share in shares} == {1}

@@ -96,13 +96,16 @@ class ListBuffer:
         self.put, self.evicted, self.released, self.extended = {}, {}, [], 0
         self._leased = {}
         self.put_errors = []
+        self.partials, self.unharmed = {}, 0
         self.lost = set()
 
     async def lease_prompts(self, run_id, max_count, max_wait, ttl):
         batch, self.pending = self.pending[:max_count], self.pending[max_count:]
         if not batch:
             await asyncio.sleep(min(max_wait, 0.02))
-        leases = [Lease(f"{p.group_id}#{attempt}", p, attempt) for p, attempt in batch]
+        leases = [
+            Lease(f"{p.group_id}#{attempt}", p, attempt, self.partials.pop(p.group_id, None)) for p, attempt in batch
+        ]
         self._leased |= {lease.lease_id: lease for lease in leases}
         return leases
 
@@ -110,14 +113,16 @@ class ListBuffer:
         self.extended += 1
         return self.lost & set(lease_ids)
 
-    async def release_leases(self, run_id, lease_ids, evict_reason=""):
+    async def release_leases(self, run_id, lease_ids, evict_reason="", *, unharmed=False, partials=None):
         for lease_id in lease_ids:
             lease = self._leased[lease_id]
             if evict_reason:
                 self.evicted[lease.prompt.group_id] = evict_reason
             else:
                 self.released.append(lease_id)
-                self.pending.append((lease.prompt, lease.attempt + 1))
+                self.pending.append((lease.prompt, lease.attempt + (not unharmed)))
+                self.unharmed += unharmed
+        self.partials |= {lease_id.partition("#")[0]: group for lease_id, group in (partials or {}).items()}
 
     async def put_groups(self, run_id, groups):
         if self.put_errors:
