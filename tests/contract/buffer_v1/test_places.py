@@ -23,6 +23,12 @@ from tests.support.valkey import ValkeyProcess
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+def start_store(directory: Path, *options: str) -> subprocess.Popen:
+    """A Valkey process with its log in a directory."""
+    with (directory / "log").open("wb") as log:
+        return subprocess.Popen([str(get_binary_path()), *options], stdout=log, stderr=log, cwd=directory)
+
+
 async def served(url: str, data, run_id: str, **settings):
     """(server, channel, driver) of a store."""
     app = App(BufferSettings(port=0, store_url=url, drain_seconds=0, **settings))
@@ -123,10 +129,7 @@ async def test_a_store_that_deletes_when_full_is_refused(valkey_url):
 async def test_a_store_behind_sentinels(valkey: ValkeyProcess, data, tmp_path: Path):
     port, conf = free_port(), tmp_path / "sentinel.conf"
     conf.write_text(f"port {port}\nbind 127.0.0.1\nsentinel monitor main 127.0.0.1 {valkey.port} 1\n")
-    with (tmp_path / "log").open("wb") as log:
-        sentinel = subprocess.Popen(
-            [str(get_binary_path()), str(conf), "--sentinel"], stdout=log, stderr=log, cwd=tmp_path
-        )
+    sentinel = start_store(tmp_path, str(conf), "--sentinel")
     try:
         url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main"
         app, channel, driver = await served(url, data, "sentinel")
@@ -152,9 +155,7 @@ async def wait_until(condition) -> None:
 async def test_a_cluster(data, tmp_path: Path):
     port = free_port()
     options = ["--port", str(port), "--cluster-port", str(free_port()), "--bind", "127.0.0.1", "--dir", str(tmp_path)]
-    with (tmp_path / "log").open("wb") as log:
-        argv = [str(get_binary_path()), *options, "--cluster-enabled", "yes", "--appendonly", "yes"]
-        node = subprocess.Popen(argv, stdout=log, stderr=log)
+    node = start_store(tmp_path, *options, "--cluster-enabled", "yes", "--appendonly", "yes")
     plain = Connection(f"redis://127.0.0.1:{port}")
     command = plain.client.execute_command
 
