@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 
-from tetrarch.buffer.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from tetrarch.buffer.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 
 from services.buffer import metrics
@@ -19,7 +18,7 @@ from services.buffer.adapters.user_functions import UserFunctionRunner
 from services.buffer.config import BufferSettings
 from services.buffer.core.buffer import Buffer
 from services.buffer.core.records import RunState
-from services.buffer.servicer import BufferServicer, RegistryServicer
+from services.buffer.servicer import BufferServicer, RegistryServicer, add_buffer_service
 from services.common.errors import Code, ServiceError
 from services.common.server import GrpcServer
 from services.common.telemetry import get_logger
@@ -39,7 +38,7 @@ class App:
         store = RedisStore(self._connection, settings.store_max_bytes)
         self.buffer = Buffer(store, PromptLoader(RedisBlocks(self._connection)), self._functions)
         self.server = GrpcServer(settings, "buffer")
-        self.server.add(add_BufferServiceServicer_to_server, BufferServicer(self.buffer), BUFFER_SERVICE)
+        self.server.add(add_buffer_service, BufferServicer(self.buffer), BUFFER_SERVICE)
         registry = RegistryServicer(RedisMembers(self._connection))
         self.server.add(add_RegistryServiceServicer_to_server, registry, REGISTRY_SERVICE)
         self._ready = False

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.common.v1 import sample_pb2, tensor_pb2
 
+from services.buffer import wire
 from services.buffer.core import groups
 from services.buffer.core.groups import SampleShape
 from services.buffer.core.records import PackedGroup, PutOutcome, PutResult, SideShape
@@ -37,6 +39,17 @@ _ITEM_BYTES = {
 }
 
 
+class _Opened(NamedTuple):
+    """A sample with the bytes of its tensors, read once: every reading of a bytes field copies it."""
+
+    message: sample_pb2.Sample
+    data: dict[str, bytes]
+
+    @classmethod
+    def of(cls, message: sample_pb2.Sample) -> _Opened:
+        return cls(message, {name: getattr(message, name).data for name in _ITEM_BYTES})
+
+
 def pack_groups(leased: Iterable[pb.LeasedGroup], run_id: str, sample_count: int) -> list[PackedGroup | PutResult]:
     """Groups ready to be stored; those that contradict themselves or the run come as their INVALID result.
 
@@ -49,15 +62,15 @@ def pack_partial_groups(leased: Iterable[pb.LeasedGroup], run_id: str, sample_co
     """Unfinished groups ready to be stored: any of their samples, each unfinished one ABORTED. Raises INVALID_FIELD."""
     packed = []
     for item in leased:
-        messages = list(item.group.samples)
-        problem = next((text for message in messages if (text := _message_problem(message))), "")
-        shapes = [_shape(message) for message in messages]
+        samples = [_Opened.of(message) for message in item.group.samples]
+        problem = next((text for sample in samples if (text := _message_problem(sample))), "")
+        shapes = [_shape(sample) for sample in samples]
         problem = problem or groups.partial_problem(
             run_id, item.group.group_id, item.group.ordinal, shapes, sample_count
         )
         if problem:
             raise invalid_field("partial_groups", item.group.group_id, problem)
-        packed.append(_pack(item, messages, shapes))
+        packed.append(_pack(item, samples, shapes))
     return packed
 
 
@@ -75,16 +88,16 @@ def side_shape(payload: sample_pb2.SidePayload, index: int) -> SideShape:
 
 def _pack_or_refuse(item: pb.LeasedGroup, run_id: str, sample_count: int) -> PackedGroup | PutResult:
     group = item.group
-    messages = list(group.samples)
-    problem = next((text for message in messages if (text := _message_problem(message))), "")
+    samples = [_Opened.of(message) for message in group.samples]
+    problem = next((text for sample in samples if (text := _message_problem(sample))), "")
     if not problem:
-        shapes = [_shape(message) for message in messages]
+        shapes = [_shape(sample) for sample in samples]
         problem = groups.group_problem(run_id, group.group_id, group.ordinal, shapes, sample_count)
     if not problem:
-        problem = _side_problem(messages)
+        problem = _side_problem(group.samples)
     if problem:
         return PutResult(group.group_id, PutOutcome.INVALID, problem)
-    return _pack(item, messages, shapes)
+    return _pack(item, samples, shapes)
 
 
 def _side_problem(messages: Iterable[sample_pb2.Sample]) -> str:
@@ -100,44 +113,46 @@ def _side_problem(messages: Iterable[sample_pb2.Sample]) -> str:
     return ""
 
 
-def _message_problem(message: sample_pb2.Sample) -> str:
+def _message_problem(sample: _Opened) -> str:
     """What is wrong with the message itself, or an empty string."""
+    message = sample.message
     if message.status == sample_pb2.SAMPLE_STATUS_UNSPECIFIED:
         return f"sample {message.sample_id} does not say how it ended; set status."
     if message.HasField("reward") and not math.isfinite(message.reward):
         return f"sample {message.sample_id} has reward {message.reward}; leave it out when there is none."
     for name, (data_type, size) in _ITEM_BYTES.items():
-        tensor = getattr(message, name)
+        tensor, length = getattr(message, name), len(sample.data[name])
         shape = tensor.shape
         # An absent tensor is one without entries.
-        if tensor.data and (tensor.data_type != data_type or len(shape) != 1 or shape[0] * size != len(tensor.data)):
+        if length and (tensor.data_type != data_type or len(shape) != 1 or shape[0] * size != length):
             wanted = tensor_pb2.DataType.Name(data_type).removeprefix("DATA_TYPE_").lower()
             return (
-                f"sample {message.sample_id}: {name} has {len(tensor.data)} bytes in shape {list(shape)}; it must be"
-                f" {wanted} of one dimension."
+                f"sample {message.sample_id}: {name} has {length} bytes in shape {list(shape)}; it must be {wanted} of"
+                " one dimension."
             )
     return ""
 
 
-def _shape(message: sample_pb2.Sample) -> SampleShape:
+def _shape(sample: _Opened) -> SampleShape:
+    message, data = sample
     return SampleShape(
         message.sample_id,
         message.group_id,
         message.index,
         message.prompt_length,
-        len(message.tokens.data) // 4,
-        len(message.loss_mask.data),
-        len(message.log_probs.data) // 4,
+        len(data["tokens"]) // 4,
+        len(data["loss_mask"]),
+        len(data["log_probs"]) // 4,
         tuple((span.version, span.start, span.end) for span in message.versions),
     )
 
 
-def _pack(item: pb.LeasedGroup, messages: list[sample_pb2.Sample], shapes: list[SampleShape]) -> PackedGroup:
+def _pack(item: pb.LeasedGroup, samples: list[_Opened], shapes: list[SampleShape]) -> PackedGroup:
     oldest = groups.oldest_version(shapes)
     headers = pb.TakeBatchResponse()
     heads, tensors, rewards = [], [], []
-    for message, shape in zip(messages, shapes, strict=True):
-        mask = message.loss_mask.data
+    for (message, data), shape in zip(samples, shapes, strict=True):
+        mask = data["loss_mask"]
         versions = [version for version, _, _ in shape.spans]
         reward = message.reward if message.HasField("reward") else None
         headers.samples.add(
@@ -154,12 +169,11 @@ def _pack(item: pb.LeasedGroup, messages: list[sample_pb2.Sample], shapes: list[
             status=message.status,
         )
         rewards.append(reward)
-        only_tensors = sample_pb2.Sample(
-            tokens=message.tokens, loss_mask=message.loss_mask, log_probs=message.log_probs
-        )
-        tensors.append(only_tensors.SerializeToString())
+        parts: list[bytes] = []
         for name in _ITEM_BYTES:
+            parts += wire.tensor_field(name, getattr(message, name), data[name])
             message.ClearField(name)
+        tensors.append(b"".join(parts))
         message.response_length = shape.response_length
         heads.append(message.SerializeToString())
     item.group.ClearField("samples")
@@ -175,6 +189,6 @@ def _pack(item: pb.LeasedGroup, messages: list[sample_pb2.Sample], shapes: list[
         rewards=tuple(rewards),
         mean_response_length=groups.mean_response_length(shapes),
         side_payloads=tuple(
-            side_shape(payload, message.index) for message in messages for payload in message.side_payloads
+            side_shape(payload, message.index) for message, _ in samples for payload in message.side_payloads
         ),
     )

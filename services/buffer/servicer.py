@@ -5,17 +5,19 @@ Invariant: a call that may wait ends before the caller's own deadline.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.buffer.v1 import buffer_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
 
-from services.buffer import convert
+from services.buffer import convert, wire
 from services.buffer.core import ids
 from services.buffer.core.buffer import Buffer
 from services.buffer.core.ports import MemberStore
 from services.buffer.core.records import LeaseRequest
+from services.buffer.core.waiting import ahead
 from services.buffer.pack import pack_groups, pack_partial_groups
 from services.common.convert import prompt_to_proto
 from services.common.errors import invalid_field
@@ -142,18 +144,12 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         )
         return convert.batch_to_proto(batch)
 
-    async def FetchSamples(self, request, context) -> AsyncIterator[pb.FetchSamplesResponse]:
-        """Streams samples in messages of about one MiB."""
-        chunk, size = [], 0
-        async for part in self._buffer.fetch_samples(request.run_id, request.sample_ids):
-            for sample in part:
-                if chunk and size + len(sample) > _CHUNK_BYTES:
-                    yield pb.FetchSamplesResponse(samples=convert.samples_to_proto(chunk))
-                    chunk, size = [], 0
-                chunk.append(sample)
-                size += len(sample)
-        if chunk:
-            yield pb.FetchSamplesResponse(samples=convert.samples_to_proto(chunk))
+    async def FetchSamples(self, request, context) -> AsyncIterator[bytes]:
+        """Streams samples in messages of about one MiB, serialized already: see `add_buffer_service`."""
+        async with contextlib.aclosing(self._buffer.fetch_samples(request.run_id, request.sample_ids)) as parts:
+            async for part in ahead(parts):
+                for message in wire.samples_responses(part, _CHUNK_BYTES):
+                    yield message
 
     async def CommitStep(self, request, context):
         """Marks a step's groups CONSUMED."""
@@ -230,6 +226,17 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         reached = start + len(response.prompts)
         response.next_page_token = str(reached) if reached < total else ""
         return response
+
+
+def add_buffer_service(servicer: BufferServicer, server: grpc.aio.Server) -> None:
+    """Adds the service as the generated function does, but FetchSamples, which yields serialized messages."""
+    fetch = grpc.unary_stream_rpc_method_handler(
+        servicer.FetchSamples, request_deserializer=pb.FetchSamplesRequest.FromString, response_serializer=None
+    )
+    name = pb.DESCRIPTOR.services_by_name["BufferService"].full_name
+    # Of two handlers for a method the one added first answers.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"FetchSamples": fetch}),))
+    buffer_service_pb2_grpc.add_BufferServiceServicer_to_server(servicer, server)
 
 
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import Code, ServiceError
 from services.common.interceptors import ServerInterceptor
+from services.common.memory import keep_freed_memory
 from services.common.settings import ServiceSettings
 from services.common.telemetry import get_logger, start_metrics_server
 
@@ -82,6 +83,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Binds and serves. Raises PORT_IN_USE."""
+        keep_freed_memory()
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         target = f"{self._settings.host}:{self._settings.port}"
         try:

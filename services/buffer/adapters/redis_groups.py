@@ -33,18 +33,26 @@ class GroupReader:
     async def samples(self, run_id: str, wanted: Sequence[tuple[int, int]]) -> list[bytes | None]:
         """Whole samples by (ordinal, index), None where not stored."""
         prefix = run_prefix(run_id)
-        ordinals = list(dict.fromkeys(ordinal for ordinal, _ in wanted))
+        indices: dict[int, list[int]] = {}
+        for ordinal, index in wanted:
+            indices.setdefault(ordinal, []).append(index)
         async with self._connection.errors():
             pipe = self._client.pipeline(transaction=False)
-            for ordinal in ordinals:
+            for ordinal in indices:
                 pipe.hget(f"{prefix}g:{ordinal:012d}", "token")
-            tokens = dict(zip(ordinals, await pipe.execute(), strict=True))
-            for ordinal, index in wanted:
-                token = (tokens[ordinal] or b"-").decode()
-                pipe.hmget(f"{prefix}p:{ordinal:012d}:{token}", f"m{index}", f"t{index}")
-            parts = await pipe.execute()
-        # The wire form of a message is the concatenation of the wire forms of its parts.
-        return [head + tensors if head is not None and tensors is not None else None for head, tensors in parts]
+            tokens = await pipe.execute()
+            # One answer a group: what the client spends on an answer exceeds what it spends on a sample's bytes.
+            for (ordinal, some), token in zip(indices.items(), tokens, strict=True):
+                names = [f"{kind}{index}" for index in some for kind in "mt"]
+                pipe.hmget(f"{prefix}p:{ordinal:012d}:{(token or b'-').decode()}", names)
+            answers = await pipe.execute()
+        found: dict[tuple[int, int], bytes | None] = {}
+        for (ordinal, some), parts in zip(indices.items(), answers, strict=True):
+            for at, index in enumerate(some):
+                head, tensors = parts[2 * at], parts[2 * at + 1]
+                # The wire form of a message is the concatenation of the wire forms of its parts.
+                found[ordinal, index] = head + tensors if head is not None and tensors is not None else None
+        return [found[place] for place in wanted]
 
     async def one(self, run_id: str, ordinal: int) -> tuple[GroupRecord, StoredGroup | None]:
         """State and payload of a group. Raises GROUP_NOT_FOUND."""

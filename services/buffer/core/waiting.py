@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 POLL_SECONDS = 0.2
 Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 
 class Changes:
@@ -64,3 +65,20 @@ class Changes:
             if done(answer) or left <= 0 or self._closed:
                 return answer
             await self.wait(run_id, min(left, POLL_SECONDS))
+
+
+async def ahead(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    """The same items; each is fetched while the consumer still works on the one before."""
+    coming = asyncio.ensure_future(anext(items))
+    try:
+        while True:
+            try:
+                item = await coming
+            except StopAsyncIteration:
+                return
+            coming = asyncio.ensure_future(anext(items))
+            yield item
+    finally:
+        coming.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await coming
