@@ -105,7 +105,12 @@ class App:
         """Renews this node's lease in the registry."""
         node = self.node
         while True:
-            attributes = {"run_id": node.run_id, "engines": str(len(node.slots))}
+            attributes = {
+                "run_id": node.run_id,
+                "engines": str(len(node.slots)),
+                "versions": ",".join(str(slot.version) for slot in node.slots),
+                "state": "draining" if node.draining else "serving",
+            }
             try:
                 await self._buffer.register(self._node_id, self.server.address, node.incarnation, attributes)
             except ServiceError as error:

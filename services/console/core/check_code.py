@@ -12,13 +12,21 @@ from services.common.run_spec import RunSpec
 from services.common.settings import SettingsError
 from services.console.core.suggest import nearest
 
+BUILT_IN_FILTER = "check_reward_nonzero_std"
+
 
 def check_code(spec: RunSpec) -> None:
-    """Checks custom_generate_function_path and custom_rm_path. Raises SettingsError."""
+    """Checks every key that names a function. Raises SettingsError."""
+    sampling_filter = spec.rollout.dynamic_sampling_filter_path
+    if sampling_filter and (sampling_filter == BUILT_IN_FILTER or sampling_filter.startswith("slime.")):
+        sampling_filter = None  # by its name alone, or by slime's path of it
     paths = {
         "custom_generate_function_path": spec.rollout.custom_generate_function_path,
         "custom_rm_path": spec.reward.custom_rm_path,
         "curriculum_path": spec.data.curriculum_path,
+        "dynamic_sampling_filter_path": sampling_filter,
+        "buffer_filter_path": spec.data.buffer_filter_path,
+        "stale_policy_path": spec.trainer.stale_policy_path,
     }
     for key, path in paths.items():
         if path:

@@ -23,7 +23,6 @@ from services.common.telemetry import get_logger
 from services.rollout.adapters.checkpoint import installed_version, model_config
 from services.rollout.adapters.sglang import EngineFacts, SGLangEngine
 from services.rollout.adapters.sglang_release import release_of
-from services.rollout.core.compatibility import COLLECTIVE_VARIABLES
 from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
 
 log = get_logger(__name__)
@@ -73,8 +72,6 @@ CPU_ENV = {
     # Imports warn some thirty times about accelerators that are not there.
     "PYTHONWARNINGS": "ignore",
 }
-CUDA_COLLECTIVE_ENV = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""NCCL breaks a group ("invalid argument") whose members differ in these."""
 NCCL_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's watchdog would end an engine whose trainer died. An engine that hangs in its group is found as the node has
 it leave the group, and is replaced then."""
@@ -176,7 +173,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def collective_env() -> dict[str, str]:
     """What an engine on CUDA will have of the variables a weight group must agree on: this process's, else ours."""
-    return CUDA_COLLECTIVE_ENV | {name: os.environ[name] for name in COLLECTIVE_VARIABLES if name in os.environ}
+    own = {name: os.environ[name] for name in devices.COLLECTIVE_VARIABLES if name in os.environ}
+    return devices.COLLECTIVE_ENV | own
 
 
 def cuda_defaults(index: int, spec: LaunchSpec) -> dict[str, Any]:

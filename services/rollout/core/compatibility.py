@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.common.devices import COLLECTIVE_VARIABLES
 from services.common.errors import Code, ServiceError
 from services.rollout.core.engine_port import EngineInfo
 
-COLLECTIVE_VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE")
 _HOW = "set it alike for trainer and rollout node (0 in both, unless you know better)"
 
 

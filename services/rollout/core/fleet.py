@@ -204,9 +204,11 @@ class Fleet:
                 log.warning("engine did not abort its requests", engine=slot.engine_id, error=str(error))
 
     async def begin_run(self) -> None:
-        """A new run: what the engines hold is no version of it, and its update epochs start over."""
+        """A new run: what the engines hold is no version of it, and its update epochs start over, with the group names
+        made of them."""
         for slot in self.slots:
             slot.fence = 0
+            slot.groups_left.clear()
             if slot.state in (EngineState.READY, EngineState.UPDATING):
                 await self.invalidate(slot)
 

@@ -96,6 +96,11 @@ class GenerationLoop:
         )
 
     @property
+    def draining(self) -> bool:
+        """It takes no more prompts."""
+        return self._draining
+
+    @property
     def running_count(self) -> int:
         """Groups in flight."""
         return len(self._work)

@@ -94,6 +94,11 @@ class Node:
         return self.session.run.run_id if self.session else ""
 
     @property
+    def draining(self) -> bool:
+        """It takes no more prompts of its run."""
+        return self._draining or (self.session is not None and self.session.draining)
+
+    @property
     def router_url(self) -> str:
         """Base URL of the router; empty without one."""
         return self._engines.fleet.router.url if self._engines else ""

@@ -104,6 +104,11 @@ class RunSession:
         return self._loop.running_count
 
     @property
+    def draining(self) -> bool:
+        """It leases no more prompts."""
+        return self._loop.draining
+
+    @property
     def run_ended(self) -> bool:
         """True once the buffer answered that the run is over; no prompt is leased any more."""
         return self._loop.run_ended

@@ -111,7 +111,9 @@ class WeightUpdates:
             raise unavailable(slot, "was restarted since it was listed; list the engines again")
         check_compatible(slot.engine_id, slot.info, request.trainer)
         rules = await self._rules(slot, engine, request.tensors)
-        slot.fence = max(slot.fence, request.epoch)
+        if request.epoch <= slot.fence:  # a newer one came meanwhile, or the same again
+            raise fenced(slot, request.epoch)
+        slot.fence = request.epoch
         if lane.update is not None:
             await self._give_up(slot, lane, lane.update, f"epoch {request.epoch} replaces it")
         if request.epoch < slot.fence or lane.update is not None:

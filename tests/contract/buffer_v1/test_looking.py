@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
-from tetrarch.buffer.v1 import run_pb2
+from tetrarch.buffer.v1 import registry_service_pb2, registry_service_pb2_grpc, run_pb2
 
 from services.buffer.adapters.redis_connection import Connection, run_prefix
 from services.common.channel import translate_errors
@@ -107,3 +107,24 @@ async def test_ages_and_memory_are_counted(driver):
     assert set((await driver.stats()).oldest_age_seconds) == {"RESERVED"}
     await driver.commit(0)
     assert not (await driver.stats()).oldest_age_seconds
+
+
+async def test_a_member_that_was_replaced_stays_out(channel):
+    stub = registry_service_pb2_grpc.RegistryServiceStub(channel)
+
+    async def register(incarnation: str):
+        member = registry_service_pb2.Member(
+            member_id="n", tier="rollout", address=f"{incarnation}:1", incarnation=incarnation
+        )
+        request = registry_service_pb2.RegisterMemberRequest(member=member, ttl=Duration(seconds=60))
+        async with translate_errors():
+            await stub.RegisterMember(request)
+
+    await register("first")
+    await register("first")
+    await register("second")
+    error = await refusal(register("first"))
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "FENCED")
+    await register("second")
+    listed = (await stub.ListMembers(registry_service_pb2.ListMembersRequest())).members
+    assert [member.address for member in listed if member.member_id == "n"] == ["second:1"]

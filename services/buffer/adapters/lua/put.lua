@@ -9,7 +9,7 @@ local answer = {'OK'}
 
 local function flip(at)
   local o, id, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
-  local record = redis.call('HMGET', group(o), 'state', 'lease', 'put_lease', 'leases', 'token')
+  local record = redis.call('HMGET', group(o), 'state', 'lease', 'put_lease', 'leases', 'token', 'partial')
   local state, stored = record[1], tonumber(record[3] or 0)
   if not state or count > tonumber(record[4] or 0) then return 'INVALID', 'UNKNOWN_LEASE' end
   -- The client runs a script again when its answer got lost: this very payload is the stored one.
@@ -26,7 +26,7 @@ local function flip(at)
   local beside = ARGV[at + 9]
   if beside ~= '' and redis.call('PERSIST', side(o, beside)) == 0 then return 'INVALID', 'SIDE_EXPIRED' end
   leave(state == 'LEASED' and leased or pending, o)
-  drop_partial(o)
+  if record[6] then drop_partial(o) end
   local version = ARGV[at + 5] ~= '' and ARGV[at + 5] or field('policy_version')
   local split = string.find(ARGV[at + 8], '|', 1, true)
   redis.call('HSET', group(o), 'put_lease', digits(count), 'token', ARGV[at + 4], 'min_version',

@@ -60,6 +60,7 @@ class RegistryServiceServicer:
 
     def RegisterMember(self, request, context):
         """Adds a member or renews its lease and attributes. Does not wait.
+        Errors: FENCED (FAILED_PRECONDITION): another start of this member registered since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

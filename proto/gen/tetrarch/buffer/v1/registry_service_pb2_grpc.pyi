@@ -36,7 +36,9 @@ class RegistryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
     RegisterMember: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterMemberRequest, _registry_service_pb2.RegisterMemberResponse]
-    """Adds a member or renews its lease and attributes. Does not wait."""
+    """Adds a member or renews its lease and attributes. Does not wait.
+    Errors: FENCED (FAILED_PRECONDITION): another start of this member registered since.
+    """
     RemoveMember: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.RemoveMemberRequest, _registry_service_pb2.RemoveMemberResponse]
     """Removes a member at once. Removing an unknown member is not an error."""
     ListMembers: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.ListMembersRequest, _registry_service_pb2.ListMembersResponse]
@@ -50,7 +52,9 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterMember: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterMemberRequest, _registry_service_pb2.RegisterMemberResponse]  # type: ignore[assignment]
-    """Adds a member or renews its lease and attributes. Does not wait."""
+    """Adds a member or renews its lease and attributes. Does not wait.
+    Errors: FENCED (FAILED_PRECONDITION): another start of this member registered since.
+    """
     RemoveMember: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.RemoveMemberRequest, _registry_service_pb2.RemoveMemberResponse]  # type: ignore[assignment]
     """Removes a member at once. Removing an unknown member is not an error."""
     ListMembers: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.ListMembersRequest, _registry_service_pb2.ListMembersResponse]  # type: ignore[assignment]
@@ -67,7 +71,9 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.RegisterMemberRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.RegisterMemberResponse, _abc.Awaitable[_registry_service_pb2.RegisterMemberResponse]]:
-        """Adds a member or renews its lease and attributes. Does not wait."""
+        """Adds a member or renews its lease and attributes. Does not wait.
+        Errors: FENCED (FAILED_PRECONDITION): another start of this member registered since.
+        """
 
     @_abc_1.abstractmethod
     def RemoveMember(
