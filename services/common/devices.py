@@ -12,7 +12,9 @@ from pathlib import Path
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE_FILES = Path("/dev")
 COLLECTIVE_ENV = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""SGLang sets these in its engines; NCCL breaks a weight group whose members differ in them."""
+"""SGLang sets these in its engines, so trainer and node do where a user has not."""
+COLLECTIVE_VARIABLES = (*COLLECTIVE_ENV, "NCCL_P2P_DISABLE")
+"""They choose how NCCL moves bytes: a weight group whose members differ in one breaks ("invalid argument") or hangs."""
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from services.buffer.config import BufferSettings
+from services.common.devices import COLLECTIVE_ENV
 from services.common.run_spec import RunSpec
 from services.common.settings import build_settings
 from services.reward.config import RewardSettings
-from services.rollout.adapters.sglang_launch import CUDA_COLLECTIVE_ENV
 from services.rollout.config import RolloutNodeSettings
 from services.trainer.config import TrainerServiceSettings
 
@@ -87,7 +87,7 @@ def test_four_gpus_train_and_four_generate():
 def test_containers_of_a_weight_group_are_one_host_to_nccl():
     ours = [{key: value for key, value in environment(name).items() if "NCCL" in key} for name in GPU_TIERS]
     assert ours[0] == ours[1]
-    assert ours[0].items() >= {**CUDA_COLLECTIVE_ENV, "NCCL_HOSTID": "tetrarch"}.items()
+    assert ours[0].items() >= {**COLLECTIVE_ENV, "NCCL_HOSTID": "tetrarch"}.items()
     for name in GPU_TIERS:
         service = servers(GPU)[name]
         assert service["ipc"] == "host"

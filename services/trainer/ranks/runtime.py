@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from services.common.devices import COLLECTIVE_ENV
 from services.trainer.ranks.groups import NCCL_WATCHDOG_OFF
 from services.trainer.ranks.megatron_setup import prepare
-
-COLLECTIVE_VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
-"""Environment that all members of an NCCL group must agree on, else transfers hang."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,8 @@ class Layout:
 def start(layout: Layout, device: str, seed: int) -> torch.device:
     """Joins the world and megatron's groups, seeds everything; returns this rank's device. Call once."""
     if device == "cuda":
-        # SGLang's engines run without cuMem; a weight group hangs unless all members agree.
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        for name, value in COLLECTIVE_ENV.items():
+            os.environ.setdefault(name, value)
         # A weight group that an engine's death broke must not end this process.
         os.environ.update(NCCL_WATCHDOG_OFF)
         if layout.tensor_parallel_size > 1:

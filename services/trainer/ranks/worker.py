@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from services.common.devices import COLLECTIVE_VARIABLES
 from services.common.errors import Code, ServiceError
 from services.common.run_spec import RunSpec
 from services.trainer.core import commands
@@ -84,7 +85,7 @@ class RankWorker:
             torch_version=torch.__version__,
             nccl_version=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
             backends=("nccl", "gloo") if cuda else ("gloo",),
-            collective_env={k: os.environ[k] for k in runtime.COLLECTIVE_VARIABLES if cuda and k in os.environ},
+            collective_env={k: os.environ[k] for k in COLLECTIVE_VARIABLES if cuda and k in os.environ},
             parameter_count=self._policy.parameter_count(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
