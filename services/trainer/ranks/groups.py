@@ -85,12 +85,16 @@ class WeightGroups:
         sentence or None by name. NCCL makes its communicator with the first bucket, which takes half a second more."""
         specs = list(specs)
         found = {spec.name: None for spec in specs if spec.name in self._groups}
+        made: dict[str, _Group] = {}
 
         def join_one(spec: GroupSpec) -> None:
-            self._groups[spec.name] = self._new_group(spec, timedelta(seconds=timeout))
+            made[spec.name] = self._new_group(spec, timedelta(seconds=timeout))
 
         new = {spec.name: lambda spec=spec: join_one(spec) for spec in specs if spec.name not in found}
-        return found | _on_threads(new, timeout)
+        results = _on_threads(new, timeout)
+        # One that comes up later was answered with an error: nobody would ever leave it.
+        self._groups |= {name: made[name] for name, error in results.items() if error is None}
+        return found | results
 
     def _new_group(self, spec: GroupSpec, timeout: timedelta) -> _Group:
         nccl = spec.backend == "nccl"

@@ -175,6 +175,37 @@ async def test_an_engine_that_cannot_leave_a_dead_trainers_group_is_replaced(mon
     assert "join_group" not in node.engine.asked[node.engine.asked.index("leave_group") :]
 
 
+async def test_a_prepare_that_was_overtaken_leaves_the_newer_update_alone():
+    node = Node()
+    hold = asyncio.Event()
+
+    async def slow_rules(specs):
+        await hold.wait()
+        return [ChecksumRule("a", ("a",))]
+
+    node.engine.checksum_rules = slow_rules
+    older = asyncio.create_task(node.prepare("g1"))
+    await asyncio.sleep(0)
+    del node.engine.checksum_rules
+    await node.prepare("g2")
+    hold.set()
+    with pytest.raises(ServiceError) as caught:
+        await older
+    assert caught.value.reason == "FENCED"
+    assert node.engine.groups == ["g2"]
+    await node.updates.receive("n-0", 2, TENSORS, 2.0)
+
+
+async def test_a_run_made_anew_under_its_old_name_uses_group_names_again():
+    node = Node()
+    await node.update("g1")
+    await node.update("g2")
+    await node.fleet.begin_run()
+    node.epoch = 0
+    await node.update("g1")
+    assert node.engine.groups == ["g1"]
+
+
 async def test_a_restarted_engine_knows_no_group():
     node = Node()
     await node.update("g1")
