@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf import duration_pb2
@@ -25,6 +26,17 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     value = duration_pb2.Duration()
     value.FromMilliseconds(int(seconds * 1000))
     return value
+
+
+@dataclass(frozen=True)
+class GroupQuery:
+    """Filters of ListGroups. `step` from 0; empty filters let everything pass."""
+
+    states: tuple[int, ...] = ()
+    step: int | None = None
+    reasons: tuple[str, ...] = ()
+    dataset: str = ""
+    min_ordinal: int = 0
 
 
 class Clients:
@@ -84,16 +96,34 @@ class Clients:
         async with translate_errors():
             return (await self._buffer.FinishRun(request)).run
 
+    async def delete_run(self, run_id: str, force: bool) -> int:
+        """Deletes a run from the store; keys deleted. Raises RUN_ACTIVE unless forced."""
+        async with translate_errors():
+            return (await self._buffer.DeleteRun(buffer_pb.DeleteRunRequest(run_id=run_id, force=force))).key_count
+
+    async def watch_stats(self, run_id: str, interval: float) -> AsyncIterator[buffer_pb.WatchStatsResponse]:
+        """Counts when they change, at most one every `interval` seconds, until the run ends."""
+        request = buffer_pb.WatchStatsRequest(run_id=run_id, min_interval=_duration(interval))
+        async with translate_errors():
+            async for message in self._buffer.WatchStats(request):
+                yield message
+
     # -- groups
 
-    async def groups(self, run_id: str, step: int | None, limit: int) -> list[run_pb2.GroupInfo]:
-        """Groups with samples in order of ordinal, at most `limit`, all pages."""
+    async def groups(self, run_id: str, query: GroupQuery, limit: int) -> list[run_pb2.GroupInfo]:
+        """Groups in order of ordinal, at most `limit`, all pages."""
         found: list[run_pb2.GroupInfo] = []
         token = ""
-        states = [run_pb2.GROUP_STATE_READY, run_pb2.GROUP_STATE_RESERVED, run_pb2.GROUP_STATE_CONSUMED]
         while len(found) < limit:
             request = buffer_pb.ListGroupsRequest(
-                run_id=run_id, page_size=min(500, limit - len(found)), page_token=token, states=states, step=step
+                run_id=run_id,
+                page_size=min(500, limit - len(found)),
+                page_token=token,
+                states=query.states,
+                step=query.step,
+                evict_reasons=query.reasons,
+                dataset=query.dataset,
+                min_ordinal=query.min_ordinal,
             )
             async with translate_errors():
                 answer = await self._buffer.ListGroups(request)

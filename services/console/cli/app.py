@@ -34,31 +34,77 @@ _STATE = Path(DEFAULT_STATE_DIR)
 _GPU_DEFAULT = "By default what the run needs, or half of them each."
 
 
-def _deals_gpus(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds --trainer-gpus and --rollout-gpus to a command, which gets both as `wish`."""
-    signature = inspect.signature(command, eval_str=True)
-    kept = [parameter for name, parameter in signature.parameters.items() if name != "wish"]
-    helps = {"trainer": "GPUs of the trainer, as 0,1.", "rollout": "GPUs of the engines, as 2,3."}
+def _packs(target: str, build: Callable[..., Any], options: dict[str, Any]) -> Callable[[Callable[..., None]], Any]:
+    """A decorator that adds options to a command, which gets what `build` makes of them as `target`.
+
+    Args:
+        options: annotation of each; the default is None, or False where the annotation is of a bool.
+    """
     kind = inspect.Parameter.KEYWORD_ONLY
     added = [
-        inspect.Parameter(
-            f"{tier}_gpus",
-            kind,
-            default=None,
-            annotation=Annotated[str | None, typer.Option(metavar="IDS", help=f"{text} {_GPU_DEFAULT}")],
-        )
-        for tier, text in helps.items()
+        inspect.Parameter(name, kind, default=False if note.__origin__ is bool else None, annotation=note)
+        for name, note in options.items()
     ]
 
-    @functools.wraps(command)
-    def with_gpus(*, trainer_gpus: str | None, rollout_gpus: str | None, **options: Any) -> None:
-        from services.console.core.placement import Wish
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        kept = [parameter for name, parameter in signature.parameters.items() if name != target]
 
-        command(**options, wish=Wish(trainer_gpus, rollout_gpus))
+        @functools.wraps(command)
+        def packed(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in options}
+            command(**given, **{target: build(**chosen)})
 
-    with_gpus.__signature__ = signature.replace(parameters=[*kept, *added])
-    with_gpus.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *added]}
-    return with_gpus
+        packed.__signature__ = signature.replace(parameters=[*kept, *added])
+        packed.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *added]}
+        return packed
+
+    return decorate
+
+
+def _wish(trainer_gpus: str | None, rollout_gpus: str | None) -> Any:
+    from services.console.core.placement import Wish
+
+    return Wish(trainer_gpus, rollout_gpus)
+
+
+def _selection(**given: Any) -> Any:
+    from services.console.cli.groups import Selection
+
+    given["count"] = given["count"] or 3
+    many = {name: tuple(given.pop(name[:-1]) or ()) for name in ("states", "reasons")}
+    return Selection(**given, **many)
+
+
+_deals_gpus = _packs(
+    "wish",
+    _wish,
+    {
+        "trainer_gpus": Annotated[
+            str | None, typer.Option(metavar="IDS", help=f"GPUs of the trainer, as 0,1. {_GPU_DEFAULT}")
+        ],
+        "rollout_gpus": Annotated[
+            str | None, typer.Option(metavar="IDS", help=f"GPUs of the engines, as 2,3. {_GPU_DEFAULT}")
+        ],
+    },
+)
+_selects_groups = _packs(
+    "selection",
+    _selection,
+    {
+        "step": Annotated[int | None, typer.Option(help="Only groups of this step (from 1).", min=1)],
+        "best": Annotated[bool, typer.Option("--best", help="Highest rewards first.")],
+        "worst": Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")],
+        "count": Annotated[
+            int | None, typer.Option("-n", "--count", help="Groups to show; by default 3.", min=1, max=500)
+        ],
+        "state": Annotated[list[str] | None, typer.Option(help="Only groups in this state; may be repeated.")],
+        "dataset": Annotated[str | None, typer.Option(help="Only prompts of this set of a mixture.")],
+        "reason": Annotated[list[str] | None, typer.Option(help="Only groups evicted for this; may be repeated.")],
+        "min_reward": Annotated[float | None, typer.Option(help="Only groups with this mean reward or more.")],
+        "start": Annotated[int | None, typer.Option("--from", help="In order, from this ordinal on.", min=0)],
+    },
+)
 
 
 @app.command()
@@ -136,19 +182,67 @@ def status(
 
 
 @app.command()
-def samples(
-    run: RunArgument = None,
-    step: Annotated[int | None, typer.Option(help="Only groups of this step (from 1).", min=1)] = None,
-    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
-    count: Annotated[int, typer.Option("-n", "--count", help="Groups to show.", min=1, max=500)] = 3,
+def runs(state_dir: StateOption = _STATE, buffer: BufferOption = None) -> None:
+    """List every run of the store: state, steps, groups, bytes."""
+    from services.console.cli.look import Source
+    from services.console.cli.runs import show_runs
+
+    _end(show_runs(Source(state_dir, buffer, None), _console()))
+
+
+@app.command("delete-run")
+def delete_run(
+    run: Annotated[str, typer.Argument(help="Run.")],
+    force: Annotated[bool, typer.Option("--force", help="Ask nothing; also a run that is active.")] = False,
     state_dir: StateOption = _STATE,
     buffer: BufferOption = None,
 ) -> None:
-    """Look at prompts, responses and rewards; the latest when nothing else is asked."""
-    from services.console.cli.look import Selection, Source, show_samples
+    """Delete a run from the store, completely. Checkpoints and logs in its directory stay."""
+    from services.console.cli.look import Source
+    from services.console.cli.runs import delete_run as run_delete
 
-    _end(show_samples(Source(state_dir, buffer, None), run, Selection(step, best, worst, count), _console()))
+    _end(run_delete(Source(state_dir, buffer, None), run, force=force, ask=typer.confirm, console=_console()))
+
+
+@app.command()
+def watch(
+    run: RunArgument = None,
+    interval: Annotated[float, typer.Option(help="Shortest time between two lines, in seconds.")] = 1.0,
+    state_dir: StateOption = _STATE,
+    buffer: BufferOption = None,
+) -> None:
+    """Print a run's groups by state whenever they change, until the run ends."""
+    from services.console.cli.look import Source
+    from services.console.cli.runs import watch_counts
+
+    _end(watch_counts(Source(state_dir, buffer, None), run, interval, _console()))
+
+
+@app.command()
+@_selects_groups
+def samples(
+    run: RunArgument = None, state_dir: StateOption = _STATE, buffer: BufferOption = None, selection: Any = None
+) -> None:
+    """Look at prompts, responses and rewards; the latest when nothing else is asked."""
+    from services.console.cli.groups import show_samples
+    from services.console.cli.look import Source
+
+    _end(show_samples(Source(state_dir, buffer, None), run, selection, _console()))
+
+
+@app.command("export-samples")
+def export_samples(
+    step: Annotated[int, typer.Option(help="Step (from 1).", min=1)],
+    out: Annotated[Path, typer.Option(help="File to write: .jsonl or .parquet.")],
+    run: RunArgument = None,
+    state_dir: StateOption = _STATE,
+    buffer: BufferOption = None,
+) -> None:
+    """Write a step's samples with tokens, masks, log-probs and rewards, one row a sample."""
+    from services.console.cli.groups import export_samples as run_export
+    from services.console.cli.look import Source
+
+    _end(run_export(Source(state_dir, buffer, None), run, step, out, _console()))
 
 
 @app.command("eval")

@@ -1,4 +1,4 @@
-"""`tetrarch status` and `tetrarch samples`: a look at runs, live or over."""
+"""`tetrarch status`, and how a group is shown: a look at runs, live or over."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ from services.console.core.report import sparkline
 from services.console.core.watched import PHASES
 from services.console.state import StateDir
 
-_MOST_GROUPS = 20_000
-"""Groups looked through for the best or the worst."""
-
 
 @dataclass(frozen=True)
 class Source:
@@ -52,16 +49,6 @@ class Source:
             Clients(place.addresses["buffer"], place.addresses.get("trainer")) as clients,
         ):
             yield clients, place
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which groups to show. `step` from 1."""
-
-    step: int | None
-    best: bool
-    worst: bool
-    count: int
 
 
 async def pick_run(clients: Clients, name: str | None) -> run_pb2.Run:
@@ -89,7 +76,8 @@ def run_directory(run: run_pb2.Run) -> Path:
     return Path(spec["run_dir"]) / run.run_id
 
 
-def _total_steps(run: run_pb2.Run) -> int:
+def total_steps(run: run_pb2.Run) -> int:
+    """Steps the run is to make."""
     return int(json.loads(run.spec_json)["rollout"]["num_rollout"])
 
 
@@ -137,7 +125,7 @@ def _runs_table(runs: list[run_pb2.Run], chosen: str) -> Table:
         table.add_row(
             Text(run.run_id, style="bold" if run.run_id == chosen else ""),
             state_name(run),
-            f"{run.committed_step + 1}/{_total_steps(run)}",
+            f"{run.committed_step + 1}/{total_steps(run)}",
             f"v{run.policy_version}",
             checkpoint,
             run.create_time.ToDatetime().strftime("%d %b %H:%M UTC"),
@@ -152,7 +140,7 @@ def _run_panel(run: run_pb2.Run, phase: str, stats: run_pb2.RunStats) -> Panel:
     history = load_history(run_directory(run))
     if history.steps:
         step = max(history.steps)
-        body.add_row("latest", step_line(step, _total_steps(run), history.steps[step]))
+        body.add_row("latest", step_line(step, total_steps(run), history.steps[step]))
     if rewards := [value for _, value in history.series("reward_mean")]:
         body.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards)}")
     for dataset, values in history.evaluation_series().items():
@@ -194,45 +182,11 @@ def _engines_table(nodes: list[engine_pb2.Node]) -> Table:
     return table
 
 
-# -- samples
+# -- groups
 
 
-def show_samples(source: Source, name: str | None, selection: Selection, console: Console) -> int:
-    """Prints groups; returns the exit code."""
-    if selection.best and selection.worst:
-        raise SettingsError("--best and --worst exclude each other; give one of them.")
-    asyncio.run(_samples(source, name, selection, console))
-    return 0
-
-
-async def _samples(source: Source, name: str | None, selection: Selection, console: Console) -> None:
-    async with source.open(console) as (clients, _):
-        run = await pick_run(clients, name)
-        step = None if selection.step is None else selection.step - 1
-        infos = choose(await clients.groups(run.run_id, step, _MOST_GROUPS), selection)
-        if not infos:
-            where = f" in step {selection.step}" if selection.step else ""
-            console.print(f"Run {run.run_id} has no finished groups{where}.")
-            return
-        for info in infos:
-            console.print(_group_panel(await clients.group(run.run_id, info.group_id)))
-
-
-def choose(infos: list[run_pb2.GroupInfo], selection: Selection) -> list[run_pb2.GroupInfo]:
-    """Best, worst or latest groups. Groups without a scored sample are neither best nor worst."""
-    if not (selection.best or selection.worst):
-        return infos[-selection.count :]
-    scored = [info for info in infos if not math.isnan(mean_reward(info))]
-    return sorted(scored, key=mean_reward, reverse=selection.best)[: selection.count]
-
-
-def mean_reward(info: run_pb2.GroupInfo) -> float:
-    """Mean over scored samples; NaN when there is none."""
-    rewards = [reward for reward in info.rewards if not math.isnan(reward)]
-    return sum(rewards) / len(rewards) if rewards else math.nan
-
-
-def _group_panel(answer: buffer_pb.GetGroupResponse) -> Panel:
+def group_panel(answer: buffer_pb.GetGroupResponse) -> Panel:
+    """A group with its prompt, answers and rewards."""
     info, prompt = answer.info, answer.prompt
     body = Table.grid(padding=(0, 2))
     body.add_column(style="bright_black", min_width=9)
@@ -242,13 +196,15 @@ def _group_panel(answer: buffer_pb.GetGroupResponse) -> Panel:
         body.add_row("label", Text(printable(prompt.label)))
     for sample in answer.group.samples:
         body.add_row(*_sample_row(sample))
-    if not answer.group.samples:
+    if not answer.group.samples and info.rewards:
         rewards = "  ".join("unscored" if math.isnan(reward) else f"{reward:.3f}" for reward in info.rewards)
         body.add_row("rewards", f"{rewards}   (the text was dropped after a checkpoint covered it)")
     state = run_pb2.GroupState.Name(info.state).removeprefix("GROUP_STATE_").lower()
     step = f", step {info.step + 1}" if info.HasField("step") else ""
     version = f", weights v{info.min_version}" if info.HasField("min_version") else ""
-    title = f"[bold]{info.group_id}[/]  {state}{step}{version}, row {prompt.row + 1}"
+    reason = f" ({info.evict_reason})" if info.evict_reason else ""
+    origin = f" of {info.dataset}" if info.dataset else ""
+    title = f"[bold]{info.group_id}[/]  {state}{reason}{step}{version}, row {prompt.row + 1}{origin}"
     return Panel(body, title=title, title_align="left", border_style="bright_black")
 
 
