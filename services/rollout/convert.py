@@ -37,7 +37,7 @@ def run_settings(run: ActiveRun) -> RunSettings:
     return RunSettings(
         run_id=run.run_id,
         checkpoint=rollout.hf_checkpoint,
-        sft=spec.trainer.loss_type == "sft_loss",
+        sft=spec.engineless,
         sampling=_sampling(spec),
         eval_sampling=_eval_sampling(spec),
         score=ScoreSettings(

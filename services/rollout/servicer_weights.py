@@ -25,7 +25,7 @@ class WeightServicer(weight_service_pb2_grpc.WeightServiceServicer):
             raise ServiceError(
                 Code.NOT_FOUND,
                 "ENGINE_NOT_FOUND",
-                f"Run {session.run.run_id} is supervised (loss_type sft_loss) and has no engines.",
+                f"Run {session.run.run_id} trains labels or a file and has no engines.",
             )
         return session.updates
 

@@ -90,7 +90,7 @@ def make_plan(spec: Any) -> RunPlan:
         max_staleness=trainer.max_staleness,
         interval=trainer.update_weights_interval,
         stale_policy=trainer.stale_policy,
-        sft=trainer.loss_type == "sft_loss",
+        sft=spec.engineless,
         most_ready=data.async_buffer_size or 0,
         max_attempts=data.max_prompt_attempts,
         epochs=data.num_epoch,

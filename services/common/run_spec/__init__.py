@@ -123,7 +123,14 @@ class RunSpec(StrictModel):
             )
         if trainer.loss_type == "sft_loss" and not (self.data.label_key or self.data.prompt_data_mixture):
             raise ValueError("loss_type sft_loss needs label_key, the field with the answer to learn")
+        if rollout.debug_train_only and not rollout.load_debug_rollout_data:
+            raise ValueError("debug_train_only needs load_debug_rollout_data, the file whose groups are trained")
         return self
+
+    @property
+    def engineless(self) -> bool:
+        """True when nothing is generated: labels are learned, or the groups of a file are trained again."""
+        return self.trainer.loss_type == "sft_loss" or self.rollout.load_debug_rollout_data is not None
 
     @model_validator(mode="after")
     def _check_mixture(self) -> RunSpec:

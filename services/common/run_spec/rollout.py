@@ -65,6 +65,11 @@ class RolloutSettings(StrictModel):
     """Seconds between health checks of an engine."""
     rollout_health_check_timeout: float = Field(default=5.0, gt=0)
     """Seconds until a health check counts as failed."""
+    load_debug_rollout_data: str | None = None
+    """Train the groups of this file, which `tetrarch export-samples` wrote, instead of generating: no engine is
+    started. "{rollout_id}" in it stands for the step, from 0; without, every step goes on in the same file."""
+    debug_train_only: bool = False
+    """Start no engine; needs load_debug_rollout_data, which implies it."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the SGLang server, by its own names."""
     sglang_router_strategy: Literal["round_robin", "random", "cache_aware", "power_of_two", "manual"] = "round_robin"

@@ -15,7 +15,10 @@ _CRITIC = "there is no critic; advantage_estimator grpo needs none"
 _PLUGIN = "this hook does not exist; custom code goes in by custom_generate_function_path and custom_rm_path"
 _TIS = "importance sampling between engine and trainer is not built yet; their log-probs agree to 1e-4"
 _DISK = "weights travel over collectives and are verified by checksum; there is no transfer by disk"
-_DEBUG = "`tetrarch samples` shows what was generated; there are no dump files"
+_DEBUG = (
+    "`tetrarch samples` shows what was generated, `tetrarch export-samples` writes a step to a file, and"
+    " load_debug_rollout_data trains it"
+)
 _REPLAY = "mixture-of-experts models are not supported yet"
 _DISTILL = "on-policy distillation is not built yet"
 _TEACHER = "there is no teacher server"
@@ -131,7 +134,7 @@ _BY_REASON: dict[str, str] = {
         "log_multi_turn log_passrate log_reward_category log_correct_samples log_interval"
     ),
     _DEBUG: (
-        "debug_rollout_only debug_train_only load_debug_rollout_data load_debug_rollout_data_subsample"
+        "debug_rollout_only load_debug_rollout_data_subsample"
         " save_debug_rollout_data save_debug_train_data dump_details load_forge_rollout_data"
     ),
     "engines verify the checksums of every weight update": "check_weight_update_equal",

@@ -23,6 +23,7 @@ from services.rollout.core.filters import make_filter
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.generate import check_function
 from services.rollout.core.ports import ActiveRun, PromptBuffer, Scorer, Tokenizer
+from services.rollout.core.replay import check_replay
 from services.rollout.core.run_settings import FleetSettings, RunSettings
 from services.rollout.core.session import RunSession, Services
 from services.rollout.core.supervisor import Supervisor
@@ -168,6 +169,7 @@ class Node:
     async def _take(self, run: RunSettings) -> None:
         check_function(run)
         make_filter(run)
+        await asyncio.to_thread(check_replay, run)
         tokenizer = await asyncio.to_thread(self._outside.load_tokenizer, run.checkpoint)
         fleet = None
         if run.sft:

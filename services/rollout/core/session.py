@@ -21,6 +21,8 @@ from services.rollout.core.generate import Generator, make_generator
 from services.rollout.core.generation_loop import GenerationLoop
 from services.rollout.core.makers import RolloutMaker, SupervisedMaker
 from services.rollout.core.ports import PromptBuffer, Scorer, Tokenizer
+from services.rollout.core.replay import KEY as REPLAY_KEY
+from services.rollout.core.replay import ReplayMaker
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.scoring import Scoring
 from services.rollout.core.weights import WeightUpdates
@@ -63,7 +65,9 @@ class RunSession:
         self._maker: RolloutMaker | None = None
         self._halt = Halt()
         if fleet is None:
-            maker: RolloutMaker | SupervisedMaker = SupervisedMaker(run, tokenizer)
+            maker: RolloutMaker | SupervisedMaker | ReplayMaker = (
+                ReplayMaker(run) if run.keys.get(REPLAY_KEY) else SupervisedMaker(run, tokenizer)
+            )
         else:
             completer = Completer(fleet, tokenizer, services.counters, run.max_context_length)
             self._generator = make_generator(completer, run)
@@ -166,7 +170,7 @@ class RunSession:
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "NO_ENGINE_READY",
-                f"Run {self.run.run_id} is supervised (loss_type sft_loss) and has no engines: it cannot {verb}.",
+                f"Run {self.run.run_id} trains labels or a file and has no engines: it cannot {verb}.",
                 run_id=self.run.run_id,
             )
         return self._maker

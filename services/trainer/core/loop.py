@@ -89,7 +89,7 @@ class TrainingLoop:
         self._progress = progress
         self._stop = stop
         self._run_id = session.run.run_id
-        self._supervised = spec.trainer.loss_type == "sft_loss"
+        self._engineless = spec.engineless
         self._clock = StepClock()
         self._deltas = NodeDeltas()
         self.ranks_lock = asyncio.Lock()
@@ -113,7 +113,7 @@ class TrainingLoop:
         """
         try:
             await self._load()
-            if self._supervised or self._restored.step_count >= self._spec.rollout.num_rollout:
+            if self._engineless or self._restored.step_count >= self._spec.rollout.num_rollout:
                 return await self._train()
             catch_up = await self._start_engines()
             try:
@@ -220,7 +220,7 @@ class TrainingLoop:
         self._progress.step_count = done
         metrics = dict(inputs.metrics) | train_metrics(results)
         # Engines first: they generate while the checkpoint is written.
-        if not self._supervised and done % self._spec.trainer.update_weights_interval == 0:
+        if not self._engineless and done % self._spec.trainer.update_weights_interval == 0:
             with self._clock.part("update_weights"):
                 metrics |= _update_metrics(await self._update_weights())
         if self._due(self._spec.trainer.save_interval, done):
