@@ -37,6 +37,9 @@ def refusal(status: str, values: Sequence[bytes], run_id: str, context: dict[str
     elif status == "STEP_NOT_RESTORABLE":
         message = f"Run {run_id} cannot be restored to step {step}: the last committed step is {have}."
         details |= {"step": step, "committed_step": have}
+    elif status == "RESTORING":
+        message = f"Run {run_id} is being restored to step {have}, which was cut off; call RestoreRun again."
+        details |= {"step": have}
     elif status == "DATA_EXHAUSTED":
         message = (
             f"Run {run_id} has {have} prompts left, too few for the {context.get('count')} groups of step {step}; raise"

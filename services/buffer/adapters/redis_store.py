@@ -48,6 +48,8 @@ from services.common.errors import Code, ServiceError
 _UNFLIPPED_PAYLOAD_MS = 3_600_000
 _REQUEST_MEMORY_MS = 600_000
 _FREE_CHUNK = 500
+RESTORE_CHUNK = 1000
+"""Groups that a rollback moves in one script."""
 _PUT_MESSAGES = {
     "ROLLED_BACK": "the run was rolled back after the lease was given",
     "LEASED": "the lease is gone and another node holds the prompt",
@@ -243,8 +245,12 @@ class RedisStore(RedisRuns):
 
     async def restore(self, run_id: str, trainer_epoch: int, step: int) -> tuple[int, int]:
         """(groups returned, leases cancelled)."""
-        returned, released = await self._run("restore", run_id, [trainer_epoch, step], epoch=trainer_epoch, step=step)
-        return int(returned), int(released)
+        returned, released, more = 0, 0, b"1"
+        while more == b"1":
+            args = [trainer_epoch, step, RESTORE_CHUNK]
+            given, cancelled, more = await self._run("restore", run_id, args, epoch=trainer_epoch, step=step)
+            returned, released = returned + int(given), released + int(cancelled)
+        return returned, released
 
     # -- versions
 

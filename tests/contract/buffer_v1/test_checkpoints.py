@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.buffer_v1.driver import group_ids
+from services.common.errors import Code, ServiceError
+from tests.contract.buffer_v1.driver import group_ids, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -85,3 +86,34 @@ async def test_a_run_from_before_there_was_a_list_goes_on(driver, valkey_url):
     group = (await driver.call("GetGroup", group_id=groups[2][0])).group
     assert not group.samples[0].HasField("tokens")
     await driver.step(3)
+
+
+async def test_a_rollback_that_was_cut_off_goes_on(driver, monkeypatch):
+    from services.buffer.adapters import redis_store
+
+    await driver.start(trainer={"keep_checkpoints": 3, "stale_policy": "keep"})
+    history = await trained_and_saved(driver, 4)
+    monkeypatch.setattr(redis_store, "RESTORE_CHUNK", 3)
+    once, answers = redis_store.RedisStore._run, []
+
+    async def dies(self, script, run_id, args, **context):
+        if script == "restore" and answers:
+            raise ServiceError(Code.UNAVAILABLE, "STORE_UNAVAILABLE", "gone")
+        answers.append(await once(self, script, run_id, args, **context))
+        return answers[-1]
+
+    await driver.session()
+    with monkeypatch.context() as patch:
+        patch.setattr(redis_store.RedisStore, "_run", dies)
+        assert (await refusal(driver.restore(1))).reason == "STORE_UNAVAILABLE"
+    stats = await driver.stats()
+    assert (stats.consumed_count, stats.ready_count) == (5, 3)
+    version = (await driver.call("ReserveVersion", trainer_epoch=driver.epoch)).version
+    error = await refusal(driver.call("PublishVersion", trainer_epoch=driver.epoch, version=version, step_count=2))
+    assert error.reason == "RESTORING"
+    assert (await refusal(driver.take(2))).reason == "RESTORING"
+    await driver.session()
+    assert (await driver.restore(1)).returned_group_count == 1
+    await driver.publish(2)
+    assert group_ids(await driver.take(2)) == history[2]
+    assert (await driver.stats()).consumed_count == 4

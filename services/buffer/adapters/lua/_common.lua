@@ -151,7 +151,10 @@ end
 local function sweep_stale()
   local policy = field('stale_policy')
   if policy ~= 'requeue' and policy ~= 'drop' then return end
-  for _, o in ipairs(stale_groups(SWEEP_LIMIT)) do set_aside(o, policy == 'drop') end
+  repeat
+    local late = stale_groups(SWEEP_LIMIT)
+    for _, o in ipairs(late) do set_aside(o, policy == 'drop') end
+  until #late < SWEEP_LIMIT
 end
 
 -- Prompts that may be leased now.

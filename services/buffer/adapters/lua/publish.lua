@@ -3,6 +3,8 @@ local gone = missing()
 if gone then return gone end
 local old = fenced(ARGV[1])
 if old then return old end
+-- A rollback that was cut off is to be finished first.
+if field('restoring') then return {'RESTORING', field('restoring')} end
 local version, current = tonumber(ARGV[2]), number('policy_version')
 if version == current and field('open') == '1' then return {'OK'} end
 if version <= current or version > number('reserved_version') then

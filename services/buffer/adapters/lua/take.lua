@@ -21,6 +21,8 @@ local function manifest(version, stale)
   return answer
 end
 
+-- A rollback that was cut off is to be finished first.
+if field('restoring') then return {'RESTORING', field('restoring')} end
 if card(reserved) > 0 then return manifest(field('reserved_policy'), field('reserved_stale')) end
 sweep_stale()
 local policy = number('policy_version')

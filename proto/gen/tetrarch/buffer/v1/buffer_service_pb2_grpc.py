@@ -238,7 +238,7 @@ class BufferServiceServicer:
     def PutGroups(self, request, context):
         """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
         and others refused. Putting the same group again is a DUPLICATE, which is fine.
-        Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+        Errors: STORE_FULL, RUN_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,7 +262,8 @@ class BufferServiceServicer:
     def TakeBatch(self, request, context):
         """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
         are too few after `max_wait`. The same step asked again returns the same groups.
-        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
+        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED, RESTORING,
+        and of the functions of the user STALE_POLICY_FAILED, BUFFER_FILTER_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,7 +308,8 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PublishVersion(self, request, context):
-        """Makes a weight version the current one: admission and staleness count from it. Errors: FENCED.
+        """Makes a weight version the current one: admission and staleness count from it.
+        Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -322,6 +324,7 @@ class BufferServiceServicer:
 
     def WatchStats(self, request, context):
         """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends.
+        Errors: SERVER_DRAINING (UNAVAILABLE, watch again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,7 +67,7 @@ class BufferServiceStub:
     PutGroups: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PutGroupsRequest, _buffer_service_pb2.PutGroupsResponse]
     """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
     and others refused. Putting the same group again is a DUPLICATE, which is fine.
-    Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+    Errors: STORE_FULL, RUN_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
     """
     PutSidePayload: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PutSidePayloadRequest, _buffer_service_pb2.PutSidePayloadResponse]
     """Stores rows of a large tensor of a sample whose prompt is leased, before PutGroups names it in the sample.
@@ -78,7 +78,8 @@ class BufferServiceStub:
     TakeBatch: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]
     """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
     are too few after `max_wait`. The same step asked again returns the same groups.
-    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
+    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED, RESTORING,
+    and of the functions of the user STALE_POLICY_FAILED, BUFFER_FILTER_FAILED.
     """
     FetchSamples: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.FetchSamplesRequest, _buffer_service_pb2.FetchSamplesResponse]
     """Streams the payload of samples reserved for a step. Errors: SAMPLE_NOT_FOUND."""
@@ -97,11 +98,15 @@ class BufferServiceStub:
     ReserveVersion: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ReserveVersionRequest, _buffer_service_pb2.ReserveVersionResponse]
     """Hands out the next weight version of a run; versions only grow. Errors: FENCED."""
     PublishVersion: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PublishVersionRequest, _buffer_service_pb2.PublishVersionResponse]
-    """Makes a weight version the current one: admission and staleness count from it. Errors: FENCED."""
+    """Makes a weight version the current one: admission and staleness count from it.
+    Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]
     """Counts of a run. Does not wait."""
     WatchStats: _grpc.UnaryStreamMultiCallable[_buffer_service_pb2.WatchStatsRequest, _buffer_service_pb2.WatchStatsResponse]
-    """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends."""
+    """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends.
+    Errors: SERVER_DRAINING (UNAVAILABLE, watch again).
+    """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.ListGroupsRequest, _buffer_service_pb2.ListGroupsResponse]
     """Lists groups in order of ordinal, without token payload. Does not wait."""
     GetGroup: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetGroupRequest, _buffer_service_pb2.GetGroupResponse]
@@ -150,7 +155,7 @@ class BufferServiceAsyncStub(BufferServiceStub):
     PutGroups: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PutGroupsRequest, _buffer_service_pb2.PutGroupsResponse]  # type: ignore[assignment]
     """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
     and others refused. Putting the same group again is a DUPLICATE, which is fine.
-    Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+    Errors: STORE_FULL, RUN_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
     """
     PutSidePayload: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PutSidePayloadRequest, _buffer_service_pb2.PutSidePayloadResponse]  # type: ignore[assignment]
     """Stores rows of a large tensor of a sample whose prompt is leased, before PutGroups names it in the sample.
@@ -161,7 +166,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     TakeBatch: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.TakeBatchRequest, _buffer_service_pb2.TakeBatchResponse]  # type: ignore[assignment]
     """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
     are too few after `max_wait`. The same step asked again returns the same groups.
-    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
+    Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED, RESTORING,
+    and of the functions of the user STALE_POLICY_FAILED, BUFFER_FILTER_FAILED.
     """
     FetchSamples: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.FetchSamplesRequest, _buffer_service_pb2.FetchSamplesResponse]  # type: ignore[assignment]
     """Streams the payload of samples reserved for a step. Errors: SAMPLE_NOT_FOUND."""
@@ -180,11 +186,15 @@ class BufferServiceAsyncStub(BufferServiceStub):
     ReserveVersion: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ReserveVersionRequest, _buffer_service_pb2.ReserveVersionResponse]  # type: ignore[assignment]
     """Hands out the next weight version of a run; versions only grow. Errors: FENCED."""
     PublishVersion: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PublishVersionRequest, _buffer_service_pb2.PublishVersionResponse]  # type: ignore[assignment]
-    """Makes a weight version the current one: admission and staleness count from it. Errors: FENCED."""
+    """Makes a weight version the current one: admission and staleness count from it.
+    Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
+    """
     GetStats: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts of a run. Does not wait."""
     WatchStats: _aio.UnaryStreamMultiCallable[_buffer_service_pb2.WatchStatsRequest, _buffer_service_pb2.WatchStatsResponse]  # type: ignore[assignment]
-    """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends."""
+    """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends.
+    Errors: SERVER_DRAINING (UNAVAILABLE, watch again).
+    """
     ListGroups: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.ListGroupsRequest, _buffer_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists groups in order of ordinal, without token payload. Does not wait."""
     GetGroup: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetGroupRequest, _buffer_service_pb2.GetGroupResponse]  # type: ignore[assignment]
@@ -290,7 +300,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_buffer_service_pb2.PutGroupsResponse, _abc.Awaitable[_buffer_service_pb2.PutGroupsResponse]]:
         """Stores finished groups: LEASED to READY. Each group has an outcome of its own; some may be stored
         and others refused. Putting the same group again is a DUPLICATE, which is fine.
-        Errors: STORE_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
+        Errors: STORE_FULL, RUN_FULL (RESOURCE_EXHAUSTED, retry after RetryInfo).
         """
 
     @_abc_1.abstractmethod
@@ -319,7 +329,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_buffer_service_pb2.TakeBatchResponse, _abc.Awaitable[_buffer_service_pb2.TakeBatchResponse]]:
         """Reserves exactly `group_count` groups for a step and returns their manifest, or none when there
         are too few after `max_wait`. The same step asked again returns the same groups.
-        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED.
+        Errors: FENCED (a newer trainer holds the run), STEP_OUT_OF_ORDER, DATA_EXHAUSTED, RUN_FINISHED, RESTORING,
+        and of the functions of the user STALE_POLICY_FAILED, BUFFER_FILTER_FAILED.
         """
 
     @_abc_1.abstractmethod
@@ -374,7 +385,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.PublishVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.PublishVersionResponse, _abc.Awaitable[_buffer_service_pb2.PublishVersionResponse]]:
-        """Makes a weight version the current one: admission and staleness count from it. Errors: FENCED."""
+        """Makes a weight version the current one: admission and staleness count from it.
+        Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
+        """
 
     @_abc_1.abstractmethod
     def GetStats(
@@ -390,7 +403,9 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_service_pb2.WatchStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_buffer_service_pb2.WatchStatsResponse], _abc.AsyncIterator[_buffer_service_pb2.WatchStatsResponse]]:
-        """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends."""
+        """Streams the counts of a run whenever they changed, at most once in `min_interval`, until the run ends.
+        Errors: SERVER_DRAINING (UNAVAILABLE, watch again).
+        """
 
     @_abc_1.abstractmethod
     def ListGroups(
