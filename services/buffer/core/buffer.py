@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from services.buffer.core import ids
 from services.buffer.core.drawing import UNDO, usable
-from services.buffer.core.looking import list_groups, with_datasets, without_clock
+from services.buffer.core.looking import list_groups, with_datasets, with_origins, without_clock
 from services.buffer.core.partial import with_partials
 from services.buffer.core.plan import RunPlan, fixed_differences
 from services.buffer.core.ports import Dataset, DatasetLoader, Store, UserFunctions
@@ -319,6 +319,7 @@ class Buffer:
         await self.store.run_incarnation(run_id)
         record, stored = await self.store.get_group(run_id, ids.parse_group_id(run_id, group_id))
         dataset = await self._dataset(run_id)
+        (record,) = await with_origins(dataset, [record])
         return record, (await dataset.draw([record.ordinal]))[0].prompt, stored
 
     async def eval_prompts(self, run_id: str, name: str, start: int, count: int) -> tuple[list[Prompt], int]:

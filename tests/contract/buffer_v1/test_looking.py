@@ -128,3 +128,20 @@ async def test_a_member_that_was_replaced_stays_out(channel):
     await register("second")
     listed = (await stub.ListMembers(registry_service_pb2.ListMembersRequest())).members
     assert [member.address for member in listed if member.member_id == "n"] == ["second:1"]
+
+
+async def test_groups_of_a_mixture_are_found_by_their_data_set(driver, data):
+    parts = [{"name": "a", "path": str(data[0]), "weight": 3}, {"name": "b", "path": str(data[0]), "weight": 1}]
+    driver.spec["data"].pop("prompt_data")
+    await driver.start(data={"prompt_data_mixture": parts}, trainer={"max_staleness": 3})
+    await driver.lease(8)
+    every = (await driver.call("ListGroups")).groups
+    of_b = [group.ordinal for group in every if group.dataset == "b"]
+    assert len(of_b) == 2
+    page = await driver.call("ListGroups", dataset="b", page_size=1)
+    assert [group.ordinal for group in page.groups] == of_b[:1]
+    page = await driver.call("ListGroups", dataset="b", page_size=1, page_token=page.next_page_token)
+    assert [group.ordinal for group in page.groups] == of_b[1:]
+    assert not page.next_page_token
+    assert (await driver.call("GetGroup", group_id=every[of_b[0]].group_id)).info.dataset == "b"
+    assert dict((await driver.stats()).drawn_by_dataset) == {"a": 6, "b": 2}
