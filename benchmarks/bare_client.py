@@ -17,30 +17,25 @@ import aiohttp
 
 @dataclass(frozen=True)
 class Served:
-    """`tokens`: output tokens of all answers; `cut`: answers that ended otherwise than by their length."""
+    """`tokens`: output tokens of all answers."""
 
     seconds: float
-    samples: int
     tokens: int
-    cut: int
 
 
 async def saturate(url: str, bodies: Sequence[Mapping[str, Any]], concurrency: int, timeout: float = 300.0) -> Served:
     """Posts every body to `url`/generate, `concurrency` at a time."""
     waiting = iter(bodies)
-    samples = tokens = cut = 0
+    tokens = 0
 
     async def work(session: aiohttp.ClientSession) -> None:
-        nonlocal samples, tokens, cut
+        nonlocal tokens
         for body in waiting:
             async with session.post(f"{url}/generate", json=body) as answer:
                 answer.raise_for_status()
                 read = json.loads(await answer.read())
             for item in read if isinstance(read, list) else [read]:
-                meta = item["meta_info"]
-                samples += 1
-                tokens += len(meta["output_token_logprobs"])
-                cut += meta["finish_reason"]["type"] != "length"
+                tokens += len(item["meta_info"]["output_token_logprobs"])
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(timeout)) as session:
@@ -48,7 +43,7 @@ async def saturate(url: str, bodies: Sequence[Mapping[str, Any]], concurrency: i
         async with asyncio.TaskGroup() as workers:
             for _ in range(concurrency):
                 workers.create_task(work(session))
-        return Served(time.monotonic() - began, samples, tokens, cut)
+        return Served(time.monotonic() - began, tokens)
 
 
 async def flush(url: str) -> None:

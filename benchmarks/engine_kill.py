@@ -33,7 +33,7 @@ from tetrarch.trainer.v1 import trainer_service_pb2 as trainer_pb
 from tetrarch.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 from benchmarks.checkpoints import endless_copy, random_model
-from benchmarks.report import Figure, finish, parser
+from benchmarks.report import Figure, finish, limit, parser
 from benchmarks.run_files import bare_settings, write_prompts
 from benchmarks.serving import Tiers, layout_in, scrape, started
 from benchmarks.workspace import BENCH_DIR
@@ -48,7 +48,7 @@ STEPS = {"simulated": 30, "cpu": 70, "cuda": 300}
 STOP_AFTER = {"cpu": None, "cuda": 5}
 """Steps with the engine back, after which the run is stopped; None trains the whole epoch."""
 KILL_AFTER = 6
-START_SECONDS, END_SECONDS = 400.0, 420.0
+START_SECONDS, END_SECONDS, LIMIT_SECONDS = 400.0, 420.0, 1800
 _POLL = 0.05
 _COUNTERS = ("retried_request_count", "continued_sample_count", "failed_group_count", "lost_lease_count")
 
@@ -333,6 +333,7 @@ def main() -> int:
     made.add_argument("--steps", type=int, help="of the run; the engine must be back before they are done")
     made.add_argument("--stop-after", type=int, help="steps with the engine back, then the run is stopped")
     chosen = made.parse_args()
+    limit(LIMIT_SECONDS)
     if chosen.device == "cuda" and not chosen.model:
         made.error("--device cuda needs --model DIR")
     chosen.engine = chosen.engine or {"cpu": "simulated", "cuda": "sglang"}[chosen.device]

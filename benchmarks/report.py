@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 _PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "transformers", "grpcio")
+_CLEANUP_SECONDS = 120
 _COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
@@ -43,6 +45,19 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, help="write the figures to this file too")
     return made
+
+
+def limit(seconds: int) -> None:
+    """Ends this process when it is not done in time: with an error that lets it clean up, and two minutes later for
+    good. Processes that it started die with it."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_CLEANUP_SECONDS)
+        raise SystemExit(f"The benchmark was not done after {seconds} s; nothing is reported.")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
 
 
 def machine() -> dict[str, object]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.bare_client import Served, flush, saturate
 from benchmarks.checkpoints import endless_copy, random_model
-from benchmarks.report import Figure, finish, parser
+from benchmarks.report import Figure, finish, limit, parser
 from benchmarks.run_files import bare_settings, write_prompts
 from benchmarks.serving import Collected, Serving, serving
 from benchmarks.workspace import BENCH_DIR
@@ -36,6 +36,7 @@ from services.rollout.core.engine_port import GenerationRequest
 ROUNDS_MOST = 15
 """Versions that a group may lag behind in this run: every round publishes one, and the engines keep the first."""
 BAR = ">= 0.97"
+LIMIT_SECONDS = 1800
 START_SECONDS = {"cpu": 180.0, "cuda": 400.0}
 RUN_FILES = {"cpu": "first_run_grpo.yaml", "cuda": "smollm2_grpo.yaml"}
 SIZES = {"cpu": (32, 16, 64), "cuda": (256, 128, 256)}
@@ -197,8 +198,11 @@ def figures_of(chosen: argparse.Namespace, measured: Measured) -> list[Figure]:
         Figure("Tetrarch, lease to stored group", tetrarch, "tokens/s"),
         Figure("Tetrarch / bare", tetrarch / bare, "", BAR if chosen.device == "cuda" else ""),
         Figure("bare client through the router / bare", routed / bare),
-        Figure("tokens of a round, bare", measured.bare[0].tokens, "", f"== {expected}"),
-        Figure("tokens of a round, Tetrarch", measured.tetrarch[0].tokens, "", f"== {expected}"),
+        *(
+            Figure(f"tokens of round {number}, {name}", one.tokens, "", f"== {expected}")
+            for name, rounds in (("bare", measured.bare), ("Tetrarch", measured.tetrarch))
+            for number, one in enumerate(rounds, 1)
+        ),
         Figure("round, bare (median)", statistics.median(one.seconds for one in measured.bare), "s"),
         Figure("round, Tetrarch (median)", statistics.median(one.seconds for one in measured.tetrarch), "s"),
         Figure("node: CPU of a group", 1000 * node / groups, "ms"),
@@ -221,6 +225,7 @@ def figures_of(chosen: argparse.Namespace, measured: Measured) -> list[Figure]:
 def main() -> int:
     """Command line entry."""
     chosen = arguments()
+    limit(LIMIT_SECONDS)
     directory = (BENCH_DIR / f"rollout-rate-{uuid.uuid4().hex[:6]}").absolute()
     directory.mkdir(parents=True)
     source = chosen.model or random_model(BENCH_DIR / "random-model")

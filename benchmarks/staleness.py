@@ -10,11 +10,12 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import Figure, finish, parser
+from benchmarks.report import Figure, finish, limit, parser
 from benchmarks.workspace import add_device, fresh_id, history_of, tiers_up, train, workspace_for
 from services.common.settings import read_yaml
 from services.console.core.history import History
 
+LIMIT_SECONDS = 7200
 WARM_UP = 3
 """Steps of a run that are left out of its median: engines compile and fill their caches."""
 ACCURACY = {"cpu": ("<= 0.6", ">= 0.85"), "cuda": ("", "")}
@@ -63,6 +64,8 @@ def figures_of(run: Run, device: str) -> list[Figure]:
     """What one run shows."""
     history, name = run.history, f"max_staleness {run.bound}"
     curve = [value for _, value in history.evaluation_series().get("heldout", [])]
+    if len(curve) < 2:
+        raise SystemExit(f"{run.name} was evaluated {len(curve)} times; once before and once after are needed.")
     largest = [value for _, value in history.series("staleness_max")]
     mean = [value for _, value in history.series("staleness_mean")]
     rewards = [value for _, value in history.series("reward_mean")]
@@ -93,6 +96,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=50)
     arguments.add_argument("--from", dest="source", type=Path, nargs="+", metavar="RUN_DIR")
     chosen = arguments.parse_args()
+    limit(LIMIT_SECONDS)
     runs = read(chosen.source) if chosen.source else made(chosen.device, chosen.model, chosen.bounds, chosen.steps)
     figures = [figure for run in runs for figure in figures_of(run, chosen.device)]
     synchronous = next((run for run in runs if run.bound == 0), None)

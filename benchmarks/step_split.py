@@ -24,13 +24,13 @@ from tetrarch.buffer.v1 import (
 from tetrarch.rollout.v1 import rollout_service_pb2, rollout_service_pb2_grpc
 
 from benchmarks.bare_client import flush, saturate
-from benchmarks.report import Figure, finish, parser
+from benchmarks.report import Figure, finish, limit, parser
 from benchmarks.workspace import add_device, fresh_id, history_of, tiers_up, train, workspace_for
 from services.common.channel import open_channel
 from services.common.convert import prompt_from_proto
 from services.console.core.history import History
 
-STEPS, WARM_UP, BARE_ROUNDS = 20, 5, 4
+STEPS, WARM_UP, BARE_ROUNDS, LIMIT_SECONDS = 20, 5, 4, 3600
 COMPUTE = ("train_forward_backward_seconds", "train_optimizer_seconds", "train_old_log_probs_seconds")
 PARTS = {
     "  wait for groups (generate, score, buffer)": "wait_groups_seconds",
@@ -125,6 +125,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--from", dest="source", type=Path, metavar="RUN_DIR")
     chosen = arguments.parse_args()
+    limit(LIMIT_SECONDS)
     if chosen.source:
         history = history_of(chosen.source)
         return finish("step_split", figures_of(history, None), chosen.json, run=chosen.source.name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from google.protobuf.duration_pb2 import Duration
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.buffer.v1 import buffer_service_pb2_grpc
 
-from benchmarks.report import Figure, finish, parser
+from benchmarks.report import Figure, finish, limit, parser
 from services.common.channel import open_sync_channel
 from services.common.convert import group_to_proto, prompt_from_proto
 from services.common.process import free_port
@@ -371,7 +370,7 @@ def main() -> int:
     arguments.add_argument("--profile", action="store_true", help="print the longest kernels of one more step")
     chosen = arguments.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.alarm(LIMIT_SECONDS)  # ends this process, and the tiers die with it
+    limit(LIMIT_SECONDS)
     usual = SIZES[chosen.device]
     steps = max(chosen.steps or usual.steps, 2)
     size = Size(

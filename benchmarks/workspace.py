@@ -23,6 +23,7 @@ from services.console.state import Running, StateDir
 
 BENCH_DIR = ROOT / "runs" / "bench"
 _UP_SECONDS = 180.0
+_COMMAND_SECONDS = 3000.0
 
 
 def history_of(run_dir: Path) -> History:
@@ -36,11 +37,17 @@ def history_of(run_dir: Path) -> History:
 
 
 def tetrarch(arguments: list[str], log: Path) -> tuple[int, float]:
-    """Runs the command line with its output in a file; (exit status, seconds)."""
+    """Runs the command line with its output in a file; (exit status, seconds). Raises SystemExit when it hangs."""
     started = time.monotonic()
     with log.open("a") as out:
         command = [sys.executable, "-m", "services.console", *arguments]
-        status = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+        try:
+            status = subprocess.run(
+                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False, timeout=_COMMAND_SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired:
+            why = f"was not done after {_COMMAND_SECONDS:.0f} s"
+            raise SystemExit(f"tetrarch {arguments[0]} {why}; see {log}.") from None
     return status, time.monotonic() - started
 
 
@@ -56,11 +63,6 @@ class Trained:
     def settings(self) -> RunSpec:
         """Its resolved settings."""
         return RunSpec.model_validate(read_yaml(self.run_dir / "run.yaml"))
-
-    @property
-    def accuracies(self) -> list[float]:
-        """Held-out accuracy at every evaluation."""
-        return [value for _, value in self.history.evaluation_series().get("heldout", [])]
 
 
 @dataclass(frozen=True)

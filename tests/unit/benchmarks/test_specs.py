@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -104,3 +106,18 @@ def test_an_outage_is_judged_by_the_steps_that_touch_it(tmp_path):
     assert figures["gap between steps, longest in the outage"].value == 5.0
     assert figures["gap between steps, median without the outage"].value == 1.0
     assert figures["steps during the outage"].value == 1
+
+
+def test_a_benchmark_that_hangs_is_ended_through_its_clean_up():
+    program = """
+import time
+from benchmarks.report import limit
+limit(1)
+try:
+    time.sleep(30)
+finally:
+    print("cleaned up")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (1, "cleaned up\n")
+    assert "not done after 1 s" in done.stderr
