@@ -47,8 +47,8 @@ from services.common.errors import Code, ServiceError
 
 _UNFLIPPED_PAYLOAD_MS = 3_600_000
 _REQUEST_MEMORY_MS = 600_000
-_FREE_CHUNK = 500
-RESTORE_CHUNK = 1000
+_FREE_CHUNK = 100
+RESTORE_CHUNK = 200
 """Groups that a rollback moves in one script."""
 _PUT_MESSAGES = {
     "ROLLED_BACK": "the run was rolled back after the lease was given",

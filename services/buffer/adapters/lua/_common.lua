@@ -101,6 +101,7 @@ local function sweep_expired()
   return #late
 end
 
+local summary_limit
 -- Forgets a group's tensors; texts, headers and rewards stay for looking until `summary_limit` newer ones came.
 local function free_tensors(o)
   local record = redis.call('HMGET', group(o), 'token', 'samples', 'bytes', 'freed', 'side')
@@ -112,10 +113,9 @@ local function free_tensors(o)
   redis.call('HINCRBY', run, 'payload_bytes', '-' .. record[3])
   redis.call('HSET', group(o), 'freed', '1')
   local kept = prefix .. 'kept'
-  redis.call('RPUSH', kept, o .. ':' .. record[1])
-  while redis.call('LLEN', kept) > number('summary_limit') do
-    redis.call('UNLINK', prefix .. 'p:' .. redis.call('LPOP', kept))
-  end
+  local count = redis.call('RPUSH', kept, o .. ':' .. record[1])
+  summary_limit = summary_limit or number('summary_limit')
+  for _ = summary_limit + 1, count do redis.call('UNLINK', prefix .. 'p:' .. redis.call('LPOP', kept)) end
 end
 
 -- Forgets everything that was made of a prompt.
