@@ -98,8 +98,8 @@ class SGLangFactory:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "ENGINE_MISSING",
-                "engine is 'sglang', but the package sglang is not installed beside this node: run `make setup`, or "
-                "set rollout.engine to simulated.",
+                "engine is 'sglang', but the package sglang is not installed beside this node: run `make setup` "
+                "(docs/deploy.md with GPUs), or set rollout.engine to simulated.",
             )
         device = resolve_device(spec.device)
         user = check_arguments(spec.sglang)
