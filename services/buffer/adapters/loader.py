@@ -60,9 +60,7 @@ class PromptLoader:
             parts = [open_part(prompts, before.get(""), order)]
         else:
             parts = [
-                open_part(
-                    self._of_set(data, part, tokenizer), before.get(part.name), order.seeded_for(part.name)
-                )
+                open_part(self._of_set(data, part, tokenizer), before.get(part.name), order.seeded_for(part.name))
                 for part in data.prompt_data_mixture
             ]
         evals = {name: self._eval(data, name, path, tokenizer) for name, path in data.eval_datasets.items()}
