@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import csv
 import json
 import signal
@@ -21,8 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -31,7 +30,7 @@ from benchmarks.checkpoints import random_model
 from benchmarks.held_weights import Held, compare
 from benchmarks.kill_and_resume import trained_rows
 from benchmarks.report import Figure, finish, parser
-from benchmarks.workspace import BENCH_DIR, history_of
+from benchmarks.workspace import BENCH_DIR, history_of, tiers_up
 from examples.first_run import task as sums
 from examples.first_run.__main__ import CONFIGS, ROOT, Workspace
 from examples.word_problems import task as word_problems
@@ -39,11 +38,9 @@ from services.common.devices import visible_gpus
 from services.console.adapters.chart import draw_rewards
 from services.console.core.history import History
 from services.console.core.report import time_split
-from services.console.state import StateDir
-from services.console.tiers import Ports
 
 RUN_ID = "first-light"
-START_SECONDS, STOP_SECONDS, GREEDY_SECONDS = 300.0, 120.0, 240.0
+GREEDY_SECONDS = 240.0
 WARM_UP = 3
 COLUMNS = (
     "reward_mean", "log_prob_abs_diff_mean", "log_prob_abs_diff_p99", "log_prob_abs_diff_max", "ppo_kl", "ppo_kl_first",
@@ -109,32 +106,6 @@ def prepare(chosen: argparse.Namespace) -> Task:
     model = (chosen.model or random_model(BENCH_DIR / "random-model")).absolute()
     steps = chosen.steps or (2 if chosen.device == "cpu" else 60)
     return Task(Workspace(path, chosen.seed), model, chosen.device, steps, chosen.limit, chosen.more)
-
-
-@contextlib.contextmanager
-def tiers(task: Task) -> Iterator[StateDir]:
-    """`tetrarch up` on free ports until the block ends. Raises SystemExit when it does not come up in time."""
-    state, log = StateDir(task.workspace.state), task.workspace.path / "up.log"
-    ports = [part for name, port in asdict(Ports.free()).items() for part in (f"--{name}-port", str(port))]
-    command = [sys.executable, "-m", "services.console", "up", "--state-dir", str(state.path), *ports]
-    if task.device == "cuda":
-        command += ["--trainer-gpus", visible_gpus()[0], "--rollout-gpus", visible_gpus()[1]]
-    with log.open("a") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not state.running():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"The tiers did not come up; see {log}.")
-            time.sleep(0.2)
-        yield state
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()  # its children die with it
-            process.wait()
 
 
 def train(task: Task) -> float:
@@ -307,12 +278,13 @@ def main() -> int:
         figures = learning(task, history) + agreement(task, history) + time_figures(history, None)
     else:
         task = prepare(chosen)
-        with tiers(task) as state:
+        gpus = visible_gpus()
+        flags = ("--trainer-gpus", gpus[0], "--rollout-gpus", gpus[1]) if task.device == "cuda" else ()
+        with tiers_up(task.workspace, *flags) as running:
             seconds = train(task)
             history = history_of(task.run_dir)
             counted = accounting(task)
-            buffer = state.running().addresses["buffer"]
-            engines = asyncio.run(compare(buffer, task.run_dir / "hf", task.device))
+            engines = asyncio.run(compare(running.addresses["buffer"], task.run_dir / "hf", task.device))
         version = int(history.updates[max(history.updates)]["policy_version"])
         figures = learning(task, history) + agreement(task, history) + export_figures(engines, version)
         figures += counted + time_figures(history, seconds)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.first_run.__main__ import CONFIGS, ROOT, Workspace, new_workspace
@@ -20,9 +20,10 @@ from services.common.run_spec import RunSpec
 from services.common.settings import read_yaml
 from services.console.core.history import METRICS_FILE, History, parse_line
 from services.console.state import Running, StateDir
+from services.console.tiers import Ports
 
 BENCH_DIR = ROOT / "runs" / "bench"
-_UP_SECONDS = 180.0
+_UP_SECONDS, _DOWN_SECONDS = 300.0, 120.0
 _COMMAND_SECONDS = 3000.0
 
 
@@ -107,11 +108,13 @@ def workspace_for(device: str, model: Path | None) -> Workspace | RealWorkspace:
 
 
 @contextlib.contextmanager
-def tiers_up(workspace: Workspace | RealWorkspace) -> Iterator[Running]:
-    """`tetrarch up` for as long as the block lasts: runs within it share engines when they want equal ones."""
+def tiers_up(workspace: Workspace | RealWorkspace, *more: str) -> Iterator[Running]:
+    """`tetrarch up` on free ports for as long as the block lasts: runs within it share engines when they want equal
+    ones. `more`: further flags of it. Raises SystemExit when it does not come up in time."""
     workspace.path.mkdir(parents=True, exist_ok=True)
     state = StateDir(workspace.state)
-    command = [sys.executable, "-m", "services.console", "up", "--state-dir", str(workspace.state)]
+    ports = [part for name, port in asdict(Ports.free()).items() for part in (f"--{name}-port", str(port))]
+    command = [sys.executable, "-m", "services.console", "up", "--state-dir", str(workspace.state), *ports, *more]
     log = workspace.path / "up.log"
     with log.open("a") as out:
         tiers = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
@@ -125,9 +128,9 @@ def tiers_up(workspace: Workspace | RealWorkspace) -> Iterator[Running]:
     finally:
         tiers.terminate()
         try:
-            tiers.wait(60)
+            tiers.wait(_DOWN_SECONDS)
         except subprocess.TimeoutExpired:
-            tiers.kill()
+            tiers.kill()  # its children die with it
             tiers.wait()
 
 
