@@ -84,7 +84,10 @@ class Consumer:
     ledger: Ledger = field(default_factory=Ledger)
     healed: int = 0
     crashes: int = 0
+    given_again: int = 0
     stop: bool = False
+    _newest: dict[str, int] = field(default_factory=dict)
+    _behind: bool = False
 
     async def run(self) -> None:
         """Trains until it is told to stop."""
@@ -96,13 +99,16 @@ class Consumer:
         try:
             if self.chance.random() < 0.03:
                 self.crashes += 1
+                self._behind = True
+            if self._behind:
                 await self.restore()
+                self._behind = False
             await self._step(self.ledger.committed + 1)
         except ServiceError as error:
             if error.reason not in _GONE:
                 raise
             self.healed += 1
-            await self.restore()
+            self._behind = True
 
     async def _step(self, step: int) -> None:
         client = self.client
@@ -120,11 +126,21 @@ class Consumer:
             fields = {"trainer_epoch": client.epoch, "step": step, "path": f"checkpoints/{step}"}
             await insist(lambda: client.call("RecordCheckpoint", **fields))
             self.ledger.checkpoints.append(step)
-        await insist(lambda: client.publish(step + 1))
+        await self._publish(step + 1)
+
+    async def _publish(self, step_count: int) -> None:
+        """New weights under a number that no other weights may have."""
+        self._is_new("version", version := await insist(lambda: self.client.reserve()))
+        await insist(lambda: self.client.publish_version(version, step_count))
+
+    def _is_new(self, kind: str, number: int) -> None:
+        self.given_again += number <= self._newest.get(kind, 0)
+        self._newest[kind] = max(number, self._newest.get(kind, 0))
 
     async def restore(self) -> None:
         """A new session from the newest checkpoint that the store can go back to."""
         await insist(self.client.session)
+        self._is_new("session", self.client.epoch)
         for step in reversed(self.ledger.checkpoints):
             try:
                 await insist(lambda step=step: self.client.call(
@@ -136,7 +152,7 @@ class Consumer:
                 continue
             self.ledger.roll_back(step)
             break
-        await insist(lambda: self.client.publish(self.ledger.committed + 1))
+        await self._publish(self.ledger.committed + 1)
 
     async def missing(self) -> set[int]:
         """Prompts drawn by now that the ledger lacks and that were not evicted."""
@@ -298,6 +314,7 @@ class Row:
     healed: int = 0
     crashes: int = 0
     cut_bytes: int = 0
+    given_again: int = 0
 
 
 async def kill_often(directory: Path, victim: str, times: int, seed: int = 1) -> Row:
@@ -324,6 +341,7 @@ async def kill_often(directory: Path, victim: str, times: int, seed: int = 1) ->
             row.trained += len(consumer.ledger.groups)
             row.healed += consumer.healed
             row.crashes += consumer.crashes
+            row.given_again += consumer.given_again
         row.cut_bytes = place.cut_bytes
     return row
 
@@ -351,6 +369,7 @@ def figures_of(row: Row, times: int) -> list[Figure]:
         Figure(f"{name}: prompts lost", row.lost, "", "== 0"),
         Figure(f"{name}: trained twice", row.doubled, "", "== 0"),
         Figure(f"{name}: payloads of another prompt", row.wrong, "", "== 0"),
+        Figure(f"{name}: versions and sessions given twice", row.given_again, "", "== 0"),
         Figure(f"{name}: consumers' own crashes", row.crashes),
         Figure(f"{name}: restores after lost acknowledgements", row.healed),
         Figure(f"{name}: acknowledged bytes cut off", row.cut_bytes, "bytes"),

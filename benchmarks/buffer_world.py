@@ -191,10 +191,18 @@ class Client:
         """Begins a trainer session."""
         self.epoch = (await self.call("BeginSession", caller=self.caller)).trainer_epoch
 
+    async def reserve(self) -> int:
+        """A new version."""
+        return (await self.call("ReserveVersion", trainer_epoch=self.epoch)).version
+
+    async def publish_version(self, version: int, step_count: int) -> None:
+        """Makes a reserved version current."""
+        await self.call("PublishVersion", trainer_epoch=self.epoch, version=version, step_count=step_count)
+
     async def publish(self, step_count: int) -> int:
         """Reserves and publishes a version."""
-        version = (await self.call("ReserveVersion", trainer_epoch=self.epoch)).version
-        await self.call("PublishVersion", trainer_epoch=self.epoch, version=version, step_count=step_count)
+        version = await self.reserve()
+        await self.publish_version(version, step_count)
         return version
 
     async def lease(self, count: int, *, ttl: float = 60, wait: float = 0) -> pb.LeasePromptsResponse:

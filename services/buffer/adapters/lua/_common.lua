@@ -45,6 +45,17 @@ local function fenced(epoch)
   pass_when_full()
 end
 
+-- The next of the numbers that a run gives out. No two trainers or weights may ever have the same, but a store that
+-- restarted may have forgotten the last it gave, and so may another server after a failover: numbers then go on from
+-- where one a millisecond would have come since the run was created, which no earlier restart can have given.
+local function next_number(name)
+  local server = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)') or ''
+  local known = field(name .. '_by')
+  if known ~= server then redis.call('HSET', run, name .. '_by', server) end
+  local skipped = known and known ~= server and now - number('created') or 1
+  return redis.call('HINCRBY', run, name, math.max(1, skipped))
+end
+
 -- Since when the groups of an open state are in it: what was open longest is found without reading all.
 local function since(set) return set .. ':since' end
 

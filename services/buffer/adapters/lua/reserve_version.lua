@@ -3,4 +3,4 @@ local gone = missing()
 if gone then return gone end
 local old = fenced(ARGV[1])
 if old then return old end
-return {'OK', digits(redis.call('HINCRBY', run, 'reserved_version', 1))}
+return {'OK', digits(next_number('reserved_version'))}

@@ -3,4 +3,4 @@ local gone = missing() or ended()
 if gone then return gone end
 pass_when_full()
 redis.call('HSET', run, 'trainer', ARGV[1])
-return {'OK', digits(redis.call('HINCRBY', run, 'trainer_epoch', 1))}
+return {'OK', digits(next_number('trainer_epoch'))}
