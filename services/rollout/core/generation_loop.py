@@ -157,19 +157,25 @@ class GenerationLoop:
         self._freed.set()
 
     async def _handle(self, lease: Lease) -> None:
-        # Every part has a deadline of its own; this one holds what they forget, so that no lease is extended for ever.
+        # Every part has a deadline of its own; these hold what they forget, so that no lease is extended for ever.
         run = self._run
-        seconds = run.generate_timeout + run.score.timeout + 2 * _PUT_SECONDS + _FULL_SECONDS
+        seconds = run.generate_timeout + run.score.timeout + _PUT_SECONDS
+        group = None
         try:
             async with asyncio.timeout(seconds):
-                await self._make_and_store(lease)
+                group = await self._make(lease)
+            seconds = _FULL_SECONDS + _PUT_SECONDS
+            async with asyncio.timeout(seconds):
+                if group is not None:
+                    await self._store(lease, group)
         except TimeoutError:
-            text = f"Group {lease.prompt.group_id} was not finished within {seconds:.0f} s."
+            text = f"Group {lease.prompt.group_id} was not {'stored' if group else 'finished'} within {seconds:.0f} s."
             await self._give_back(lease, ServiceError(Code.DEADLINE_EXCEEDED, "GROUP_TIMEOUT", text))
 
-    async def _make_and_store(self, lease: Lease) -> None:
+    async def _make(self, lease: Lease) -> Group | None:
+        """The group; None when there is none and the lease was given back."""
         try:
-            group = await self._maker.make(lease.prompt, lease.partial)
+            return await self._maker.make(lease.prompt, lease.partial)
         except ServiceError as error:
             if error.reason == "HALTED":
                 await self._release([lease.lease_id], unharmed=True)
@@ -186,8 +192,7 @@ class GenerationLoop:
         except Exception as error:
             log.exception("a group failed", group=lease.prompt.group_id)
             await self._give_back(lease, ServiceError(Code.INTERNAL, "FAILED", f"{type(error).__name__}: {error}"))
-        else:
-            await self._store(lease, group)
+        return None
 
     async def _store(self, lease: Lease, group: Group) -> None:
         try:

@@ -199,7 +199,7 @@ async def test_supervised_groups_are_prompt_label_and_end_token():
 
 async def test_a_group_that_hangs_for_a_reason_nobody_thought_of_is_given_back(monkeypatch):
     class Hanging:
-        async def make(self, prompt):
+        async def make(self, prompt, partial=None):
             await asyncio.Event().wait()
 
     monkeypatch.setattr(generation_loop, "_PUT_SECONDS", 0.05)
