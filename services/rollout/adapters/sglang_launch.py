@@ -68,6 +68,8 @@ COMMON_ENV = {
 CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
+    # SGLang takes CUDA's paths wherever torch sees a GPU.
+    devices.VISIBLE: "",
     "TORCHDYNAMO_DISABLE": "1",
     # Imports warn some thirty times about accelerators that are not there.
     "PYTHONWARNINGS": "ignore",

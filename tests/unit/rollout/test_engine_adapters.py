@@ -122,6 +122,11 @@ def gpus(tmp_path, monkeypatch):
     return lambda visible: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
+def test_an_engine_on_the_cpu_sees_no_gpu(spec, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert SGLangFactory().build(0, 1234, replace(spec, device="cpu")).env["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def build_cuda(spec, index: int = 0, **changes):
     return SGLangFactory().build(index, 1234, replace(spec, device="cuda", **changes))
 
