@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tetrarch.buffer.v1 import run_pb2
 
+from services.buffer.adapters.redis_connection import Connection, run_prefix
 from tests.contract.buffer_v1 import chooser
 from tests.contract.buffer_v1.driver import group_ids, refusal
 
@@ -160,3 +161,22 @@ async def test_reasons_are_counted_apart_up_to_a_bound(driver):
     counts = dict((await driver.stats()).evicted_by_reason)
     assert counts["FILTERED"] == 3
     assert len(counts) == 101
+
+
+async def test_versions_that_a_restart_of_the_store_skipped_make_no_group_stale(driver, valkey_url):
+    await driver.start(trainer={"stale_policy": "drop", "max_staleness": 1}, rollout={"rollout_batch_size": 3})
+    leases = (await driver.lease(6)).leases
+    await driver.put(*(driver.finished(lease, 1) for lease in leases[:3]))
+    connection = Connection(valkey_url)
+    # As a store does that may have forgotten the last it gave.
+    await connection.client.hincrby(run_prefix(driver.run_id) + "run", "reserved_version", 100_000)
+    await connection.close()
+    assert await driver.publish(0) == 100_002
+    await driver.put(driver.finished(leases[3], 1))
+    stats = await driver.stats()
+    assert (stats.ready_count, stats.evicted_count) == (4, 0)
+    assert await ordinals(driver, 0, 3) == [0, 1, 2]
+    assert dict((await driver.stats()).staleness_histogram) == {1: 3}
+    await driver.commit(0)
+    await driver.publish(1)
+    assert (await driver.stats()).evicted_by_reason["STALE"] == 1, "from then on versions count as ever"

@@ -33,7 +33,9 @@ local function flip(at)
     version, 'samples', ARGV[at + 6], 'bytes', ARGV[at + 7], 'failures', '0', 'rewards',
     string.sub(ARGV[at + 8], 1, split - 1), 'mean_length', string.sub(ARGV[at + 8], split + 1))
   if beside ~= '' then redis.call('HSET', group(o), 'side', beside) end
-  enter(ready, o, version, 'READY')
+  -- Made before numbers were skipped (see publish).
+  local age = tonumber(version) <= number('skipped_after') and digits(version + number('skipped')) or version
+  enter(ready, o, age, 'READY')
   redis.call('HINCRBY', run, 'payload_bytes', ARGV[at + 7])
   return 'STORED', ''
 end
