@@ -29,7 +29,7 @@ from benchmarks.buffer_world import (
 from benchmarks.report import Figure, finish, parser
 
 BATCH, SAMPLES, ROWS = 4, 2, 1000
-FILL = 10_000
+FILL = 2_000
 """Groups that one script copies."""
 PER_STATE = 2000
 """Groups whose memory is measured in every state."""
@@ -73,7 +73,7 @@ class Filled:
         await self.client.publish(0)
         await self.round()
         self.seconds = {}
-        with redis.Redis.from_url(store.url) as connection:
+        with redis.Redis.from_url(store.url, socket_timeout=60) as connection:
             script = connection.register_script(_COPY)
             for start in range(BATCH, self.size, FILL):
                 await asyncio.to_thread(
