@@ -71,8 +71,8 @@ NO_WISH = Wish()
 
 
 def gpus_needed(spec: RunSpec) -> tuple[int, int]:
-    """GPUs of a run's trainer and of its engines on CUDA. SFT has no engine, and a simulated one no device."""
-    engines = spec.trainer.loss_type != "sft_loss" and spec.rollout.engine == "sglang"
+    """GPUs of a run's trainer and of its engines on CUDA. SFT and a replay have no engine, a simulated one no device."""
+    engines = not spec.engineless and spec.rollout.engine == "sglang"
     return spec.trainer.world_size, spec.rollout.rollout_num_gpus if engines else 0
 
 
