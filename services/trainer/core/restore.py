@@ -1,7 +1,8 @@
 """Which weights a run goes on from, and how a checkpoint is written so that a death at any point loses nothing.
 
 Order of a checkpoint: files, then `latest`, then the buffer's record. A death in between leaves files that are
-newer than the record; the next start loads them, rolls the buffer back to them and records them.
+newer than the record; the next start loads them, rolls the buffer back to them and records them. Files may also be
+newer than the steps the store knows, when it lost its last second: the run goes on from the checkpoint it remembers.
 
 Steps of the ranks and steps of the run differ by the steps that the loaded weights (`load`) already contained;
 the marker beside the checkpoints remembers that number and whose checkpoints they are.
@@ -12,9 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.errors import Code, ServiceError
+from services.common.telemetry import get_logger
 from services.trainer.core.commands import Load, LoadResult, SaveCheckpoint, SaveResult
 from services.trainer.core.ports import Buffer, CheckpointFiles, CheckpointMarker, Ranks, RanksFailed
 from services.trainer.core.records import Run, Session
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,18 +82,28 @@ async def restore(
     except ServiceError as error:
         if error.reason != "STEP_NOT_RESTORABLE":
             raise
-        raise ServiceError(
-            Code.FAILED_PRECONDITION,
-            "CHECKPOINT_AHEAD",
-            f"Checkpoint {path} contains {step_count} steps, but the buffer has committed {run.committed_step + 1} of"
-            f" run {run.run_id}: the buffer's store was lost or replaced. Start a run with another run_id and"
-            f" --load {path}.",
-            run_id=run.run_id,
-            path=path,
-        ) from error
+        if run.checkpoint_path in ("", path):
+            raise _ahead(run, path, step_count) from error
+        # A store that lost its last second has forgotten the steps of this checkpoint; the older one it remembers.
+        log.warning("checkpoint is ahead of the store", run_id=run.run_id, path=path, taken=run.checkpoint_path)
+        path = run.checkpoint_path
+        step_count = await load_ranks(ranks, path, timeout) - first_step
+        returned, _ = await buffer.restore_run(run.run_id, session.epoch, step_count - 1)
     if step_count and step_count - 1 > run.checkpoint_step:
         await buffer.record_checkpoint(run.run_id, session.epoch, step_count - 1, path)
     return Restored(step_count, first_step, path, returned)
+
+
+def _ahead(run: Run, path: str, step_count: int) -> ServiceError:
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "CHECKPOINT_AHEAD",
+        f"Checkpoint {path} contains {step_count} steps, but the buffer has committed {run.committed_step + 1} of"
+        f" run {run.run_id}: the buffer's store was lost or replaced. Start a run with another run_id and"
+        f" --load {path}.",
+        run_id=run.run_id,
+        path=path,
+    )
 
 
 def _own_checkpoint(run: Run, places: CheckpointPlaces, files: CheckpointFiles) -> str | None:

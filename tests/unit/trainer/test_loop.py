@@ -202,3 +202,15 @@ async def test_a_store_that_was_lost_is_noticed(tmp_path, steps):
     with pytest.raises(ServiceError, match="the buffer's store was lost or replaced") as caught:
         await train(empty)
     assert caught.value.reason == "CHECKPOINT_AHEAD"
+
+
+async def test_a_store_that_forgot_its_last_steps_takes_the_trainer_back_to_the_checkpoint_it_remembers(tmp_path):
+    world = World(make_spec(tmp_path, trainer={"save_interval": 1}), crash_at=None)
+    await train(world)
+    remembered = next(path for path, (steps, _) in world.files.items() if steps == 2)
+    # A power loss: steps 2 and 3 were committed, and their checkpoints recorded, in the last second of the store.
+    world.state, world.committed, world.checkpoint = "ACTIVE", 1, (1, remembered)
+    world.consumed = {ordinal: step for ordinal, step in world.consumed.items() if step <= 1}
+    _, ranks, progress = await train(world)
+    assert progress.step_count == 4
+    assert Counter(ranks.history) == Counter(expected_history(world))
