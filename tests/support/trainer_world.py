@@ -190,7 +190,8 @@ class MemoryBuffer:
         world = self.world
         world.tick("commit_step")
         self._check(epoch)
-        assert step == world.committed + 1
+        if step != world.committed + 1:
+            raise ServiceError(Code.FAILED_PRECONDITION, "STEP_OUT_OF_ORDER", f"Step {step} does not come next.")
         world.consumed |= dict.fromkeys(world.reserved, step)
         world.reserved, world.committed = [], step
         world.tick()

@@ -27,7 +27,7 @@ from services.trainer.core.settings import LoopSettings
 log = get_logger(__name__)
 
 MAX_FAILURES = 3
-"""Failures of the ranks in a row without a step in between after which a run is given up."""
+"""Failures in a row without a step in between after which a run is given up."""
 
 
 @dataclass(frozen=True)
@@ -204,19 +204,19 @@ class TrainerController:
         while True:
             try:
                 outcome = await self._attempt(active)
-            except RanksFailed as error:
+            except ServiceError as error:
+                what, then = _remedy(error)
+                if not what:
+                    await self._end_by(active, error)
+                    return
                 failures = 1 if progress.step_count > furthest else failures + 1
                 furthest = max(furthest, progress.step_count)
                 if failures >= MAX_FAILURES or active.stop.is_set():
-                    text = f"the ranks failed {failures} times without a step in between: {error.message}"
+                    text = f"{what} {failures} times without a step in between: {error.message}"
                     await self._end(active, "FAILED", text)
                     return
-                text = f"the ranks start anew from the last checkpoint: {error.message}"
-                active.journal.write("notice", progress.step_count - 1, {}, text)
-                log.warning("ranks failed", run_id=progress.run_id, error=error.message)
-            except ServiceError as error:
-                await self._end_by(active, error)
-                return
+                active.journal.write("notice", progress.step_count - 1, {}, f"{then}: {error.message}")
+                log.warning(what, run_id=progress.run_id, error=error.message)
             except Exception as error:
                 log.exception("the loop failed", run_id=progress.run_id)
                 await self._end(active, "FAILED", f"the trainer failed with {type(error).__name__}: {error}")
@@ -267,6 +267,16 @@ class TrainerController:
         with contextlib.suppress(OSError):
             active.journal.close()
         progress.end(succeeded=state == "FINISHED", reason=reason)
+
+
+def _remedy(error: ServiceError) -> tuple[str, str]:
+    """(what happened, what is done about it) for an error after which the run goes on; ("", "") for others."""
+    if isinstance(error, RanksFailed):
+        return "the ranks failed", "the ranks start anew from the last checkpoint"
+    if error.reason == "STEP_OUT_OF_ORDER":
+        # Steps of ours that the store has acknowledged are gone from it: it lost power.
+        return "the buffer forgot steps", "the run goes back to the checkpoint that the buffer remembers"
+    return "", ""
 
 
 def _directory(spec: RunSpec) -> str:

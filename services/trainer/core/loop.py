@@ -354,7 +354,8 @@ class TrainingLoop:
 
     async def _rescue(self, error: ServiceError) -> None:
         """A run that ends for want of engines or groups, say, keeps what was trained, as a stop does."""
-        ours = not isinstance(error, RanksFailed) and error.reason not in ("FENCED", "BUFFER_UNREACHABLE")
+        foreign = ("FENCED", "BUFFER_UNREACHABLE", "STEP_OUT_OF_ORDER")
+        ours = not isinstance(error, RanksFailed) and error.reason not in foreign
         done = self._progress.step_count
         if ours and self._spec.trainer.save and done and self._saved_step_count != done:
             with contextlib.suppress(ServiceError):  # the error that ends the run is the one to be told

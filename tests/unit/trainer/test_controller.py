@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -108,6 +109,30 @@ async def test_dead_ranks_start_anew_from_the_checkpoint(tmp_path):
     assert len(trainer.ranks) == 2
     assert trainer.ranks[1].history == [f"{group}:{index}" for group in range(8) for index in range(2)]
     assert any("start anew from the last checkpoint" in event.message for event in progress.events)
+
+
+async def test_a_store_that_forgot_steps_takes_the_run_back_to_the_checkpoint_it_remembers(tmp_path):
+    world = World(make_spec(tmp_path, trainer={"save_interval": 1}))
+
+    def power_loss(number: int, ranks: MemoryRanks) -> None:
+        original = ranks._TrainStep
+
+        def train(command):
+            if number == 0 and command.step == 2:
+                world.committed = 0
+                world.checkpoint = (0, next(path for path, (steps, _) in world.files.items() if steps == 1))
+                world.consumed = {ordinal: step for ordinal, step in world.consumed.items() if step == 0}
+            return original(command)
+
+        ranks._TrainStep = train
+
+    trainer = Trainer(world, power_loss)
+    await trainer.controller.start_run("r")
+    progress = await trainer.until_ended()
+    assert progress.succeeded
+    assert len(trainer.ranks) == 2
+    assert Counter(trainer.ranks[1].history) == Counter(f"{group}:{index}" for group in range(8) for index in range(2))
+    assert any("goes back to the checkpoint that the buffer remembers" in event.message for event in progress.events)
 
 
 async def test_ranks_that_always_die_end_the_run_with_the_cause(tmp_path):
