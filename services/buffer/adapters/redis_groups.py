@@ -21,6 +21,7 @@ _FIELDS = (
     "state", "step", "caller", "reason", "leases", "min_version", "rewards", "mean_length", "token", "samples",
 )  # fmt: skip
 _SCAN = 500
+"""Groups read at a time once the first read, of as many as are asked for, was not enough."""
 
 
 class GroupReader:
@@ -133,12 +134,12 @@ class GroupReader:
             candidates = await self._members(prefix, states or set(GroupState), wanted.step, int(committed))
             candidates = sorted(ordinal for ordinal in candidates if ordinal >= start)
         found: list[GroupRecord] = []
-        for at in range(0, len(candidates), _SCAN):
-            records, _ = await self._read(run_id, candidates[at : at + _SCAN])
+        at, size = 0, min(count + 1, _SCAN)
+        while at < len(candidates) and len(found) <= count:
+            records, _ = await self._read(run_id, candidates[at : at + size])
             # A group may have moved on since its set was read.
             found += [record for record in records if _fits(record, states, wanted)]
-            if len(found) > count:
-                break
+            at, size = at + size, _SCAN
         return found[:count], len(found) > count
 
     async def _members(self, prefix: str, states: set[GroupState], step: int | None, committed: int) -> list[int]:
