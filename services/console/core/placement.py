@@ -71,7 +71,7 @@ NO_WISH = Wish()
 
 
 def gpus_needed(spec: RunSpec) -> tuple[int, int]:
-    """GPUs of a run's trainer and of its engines on CUDA. SFT and a replay have no engine, a simulated one no device."""
+    """GPUs of a run's trainer and of its engines on CUDA. SFT and a replay have no engine; simulated: no device."""
     engines = not spec.engineless and spec.rollout.engine == "sglang"
     return spec.trainer.world_size, spec.rollout.rollout_num_gpus if engines else 0
 
