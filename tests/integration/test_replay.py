@@ -1,4 +1,4 @@
-"""A step of a run is exported, and another run trains the file: no engine, the same samples, the same loss."""
+"""A run generates and keeps its groups, and another run trains the files: no engine, the same samples."""
 
 from __future__ import annotations
 
@@ -48,26 +48,39 @@ def series(folder: Path, run: str, name: str) -> list[float]:
     return [value for _, value in load_history(folder / "runs" / run).series(name)]
 
 
-def test_a_file_is_trained_in_place_of_generated_groups(tmp_path):
+def rows(path: Path) -> list[dict]:
+    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: (row["ordinal"], row["index"]))
+
+
+def test_kept_groups_are_trained_in_place_of_generated_ones(tmp_path):
     write_checkpoint(tmp_path / "model")
-    rows = [json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(16)]
-    (tmp_path / "train.jsonl").write_text("".join(rows))
+    lines = [json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(16)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
     (tmp_path / "grader.py").write_text(GRADER)
     (tmp_path / "run.yaml").write_text(RUN)
-    code, output = call(tmp_path, "train", "run.yaml", "--run-id", "first")
+    keep = ("--debug-rollout-only", "--save-debug-rollout-data", "kept", "--num-rollout", "4")
+    code, output = call(tmp_path, "train", "run.yaml", "--run-id", "first", *keep)
     assert code == 0, output
-    # The second step is newer than the oldest retained checkpoint: its tokens are still there.
+    assert series(tmp_path, "first", "staleness_max") == series(tmp_path, "first", "stale_group_count") == [0.0] * 4
+    assert series(tmp_path, "first", "policy_version") == [1.0] * 4, "the weights stay"
+    assert not series(tmp_path, "first", "loss")
+    assert not list((tmp_path / "runs" / "first").glob("checkpoints/step_*"))
     code, output = call(tmp_path, "export-samples", "first", "--step", "2", "--out", "step.jsonl")
     assert code == 0, output
     assert "4 samples of step 2: step.jsonl" in output
+    assert rows(tmp_path / "step.jsonl") == rows(tmp_path / "kept" / "1.jsonl")
 
-    replay = ("--load-debug-rollout-data", str(tmp_path / "step.jsonl"), "--num-rollout", "3")
-    code, output = call(tmp_path, "train", "run.yaml", "--run-id", "again", *replay)
+    again = ("--load-debug-rollout-data", "kept/{rollout_id}.jsonl", "--save-debug-rollout-data", "again")
+    code, output = call(tmp_path, "train", "run.yaml", "--run-id", "again", *again)
     assert code == 0, output
-    assert series(tmp_path, "again", "reward_mean") == [series(tmp_path, "first", "reward_mean")[1]] * 3
-    assert (
-        series(tmp_path, "again", "response_length_mean") == [series(tmp_path, "first", "response_length_mean")[1]] * 3
-    )
+    for name in ("reward_mean", "response_length_mean"):
+        assert series(tmp_path, "again", name) == series(tmp_path, "first", name)[:2]
+    assert len(series(tmp_path, "again", "loss")) == 2
+    for step in (0, 1):
+        kept, trained = (rows(tmp_path / place / f"{step}.jsonl") for place in ("kept", "again"))
+        assert [(row["tokens"], row["log_probs"]) for row in kept] == [
+            (row["tokens"], row["log_probs"]) for row in trained
+        ]
     code, output = call(tmp_path, "train", "run.yaml", "--run-id", "none", "--debug-train-only", "--check")
     assert code == 2
     assert "debug_train_only needs load_debug_rollout_data" in output

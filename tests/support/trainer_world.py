@@ -18,7 +18,7 @@ from services.trainer.core import commands
 from services.trainer.core.buckets import TensorSpec, plan_buckets
 from services.trainer.core.loop import Ports
 from services.trainer.core.ports import CheckpointMarker, RanksFailed, Rules
-from services.trainer.core.progress import Event, Progress
+from services.trainer.core.progress import Progress
 from services.trainer.core.records import (
     Batch,
     EngineState,
@@ -31,6 +31,7 @@ from services.trainer.core.records import (
     Session,
 )
 from services.trainer.core.settings import LoopSettings
+from tests.support.trainer_journal import MemoryJournal
 
 WEIGHTS = (TensorSpec("a", "float32", (4,)), TensorSpec("b", "float32", (8,)), TensorSpec("c", "float32", (2,)))
 SETTINGS = LoopSettings(
@@ -229,10 +230,18 @@ class MemoryBuffer:
         world = self.world
         world.tick("publish_version")
         self._check(epoch)
+        if version == world.published and world.published_by == epoch:
+            assert step_count == world.committed + 1, "the present version again: after one more step"
+            return
         assert version > world.published, "versions only grow"
         assert any(held[0] == version for held in world.held.values()), "an engine serves what is published"
         world.published, world.published_by = version, epoch
         world.tick()
+
+    async def group_rows(self, run_id: str, group_ids: list[str], step: int) -> list[dict[str, Any]]:
+        self.world.tick("group_rows")
+        assert group_ids == [str(ordinal) for ordinal in self.world.reserved], "tokens are kept until the commit"
+        return [{"group_id": group_id, "step": step} for group_id in group_ids]
 
     async def counts(self, run_id: str) -> GroupCounts:
         return GroupCounts(1, 2, 3, 0, len(self.world.consumed), {"STALE": 4})
@@ -386,15 +395,3 @@ class MemoryFiles:
     def __init__(self, world: World) -> None:
         self.latest, self.marker, self.mark = world.latest.get, world.markers.get, world.markers.__setitem__
         self.check_export = lambda directory: None
-
-
-class MemoryJournal:
-    """History that goes to the progress alone."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-
-    def write(self, kind: str, step: int, metrics: Any, message: str) -> None:
-        self.progress.add(Event(len(self.progress.events) + 1, kind, step, dict(metrics), message))
-
-    def close(self) -> None: ...

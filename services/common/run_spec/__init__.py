@@ -19,6 +19,7 @@ from services.common.run_spec.data import DataSettings, PromptSet
 from services.common.run_spec.reward import GRADERS, RewardSettings
 from services.common.run_spec.rollout import RolloutSettings
 from services.common.run_spec.trainer import ADVANTAGE_ESTIMATORS, TrainerSettings
+from services.common.sample_file import step_path
 from services.common.settings import StrictModel
 
 __all__ = [
@@ -123,8 +124,21 @@ class RunSpec(StrictModel):
             )
         if trainer.loss_type == "sft_loss" and not (self.data.label_key or self.data.prompt_data_mixture):
             raise ValueError("loss_type sft_loss needs label_key, the field with the answer to learn")
+        return self
+
+    @model_validator(mode="after")
+    def _check_debug(self) -> RunSpec:
+        rollout = self.rollout
         if rollout.debug_train_only and not rollout.load_debug_rollout_data:
             raise ValueError("debug_train_only needs load_debug_rollout_data, the file whose groups are trained")
+        if rollout.debug_rollout_only and self.engineless:
+            other = "load_debug_rollout_data" if rollout.load_debug_rollout_data else "loss_type sft_loss"
+            raise ValueError(f"debug_rollout_only generates and {other} does not; leave one of them out")
+        if rollout.save_debug_rollout_data:
+            try:
+                step_path(rollout.save_debug_rollout_data, 0)
+            except ValueError as error:
+                raise ValueError(f"save_debug_rollout_data {rollout.save_debug_rollout_data}: {error}") from error
         return self
 
     @property

@@ -66,8 +66,14 @@ class RolloutSettings(StrictModel):
     rollout_health_check_timeout: float = Field(default=5.0, gt=0)
     """Seconds until a health check counts as failed."""
     load_debug_rollout_data: str | None = None
-    """Train the groups of this file, which `tetrarch export-samples` wrote, instead of generating: no engine is
-    started. "{rollout_id}" in it stands for the step, from 0; without, every step goes on in the same file."""
+    """Train the groups of this file, which `tetrarch export-samples` or save_debug_rollout_data wrote, instead of
+    generating: no engine is started. "{rollout_id}" in it stands for the step, from 0; without, every step goes on in
+    the same file."""
+    save_debug_rollout_data: str | None = None
+    """Write every step's samples with their tokens: a directory, in which files are called <step>.jsonl, or a path
+    with "{rollout_id}" for the step, from 0, that ends in .jsonl or .parquet."""
+    debug_rollout_only: bool = False
+    """Generate and score, but train nothing: engines keep the first weights, and nothing is saved as a checkpoint."""
     debug_train_only: bool = False
     """Start no engine; needs load_debug_rollout_data, which implies it."""
     sglang: dict[str, Any] = Field(default_factory=dict)

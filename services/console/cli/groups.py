@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from tetrarch.buffer.v1 import buffer_service_pb2 as buffer_pb
 from tetrarch.buffer.v1 import run_pb2
-from tetrarch.common.v1 import sample_pb2
 
+from services.common.sample_file import SUFFIXES, write_rows
+from services.common.sample_rows import has_tokens, sample_rows
 from services.common.settings import SettingsError, suggest
-from services.common.tensors import to_numpy
 from services.console.adapters.clients import Clients, GroupQuery
 from services.console.cli.look import Source, group_panel, pick_run
 
@@ -115,23 +112,22 @@ def mean_reward(info: run_pb2.GroupInfo) -> float:
 
 def export_samples(source: Source, name: str | None, step: int, out: Path, console: Console) -> int:
     """Writes every sample of a step with its tokens; returns the exit code."""
-    write = _writer(out)
-    count = asyncio.run(_export(source, name, step, write, console))
-    console.print(f"{count} samples of step {step}: {out}")
+    if out.suffix not in SUFFIXES:
+        raise SettingsError(f"--out {out} ends in neither .jsonl nor .parquet; name one of these.")
+    rows = asyncio.run(_export(source, name, step, console))
+    try:
+        write_rows(out, rows)
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            "A parquet file needs the package pyarrow: pip install 'tetrarch[parquet]'; or write .jsonl."
+        ) from error
+    except OSError as error:
+        raise SettingsError(f"--out {out} cannot be written: {error.strerror}.") from error
+    console.print(f"{len(rows)} samples of step {step}: {out}")
     return 0
 
 
-def _writer(out: Path) -> Callable[[list[dict[str, Any]]], None]:
-    if out.suffix == ".jsonl":
-        return lambda rows: _write_jsonl(out, rows)
-    if out.suffix == ".parquet":
-        return lambda rows: _write_parquet(out, rows)
-    raise SettingsError(f"--out {out} ends in neither .jsonl nor .parquet; name one of these.")
-
-
-async def _export(
-    source: Source, name: str | None, step: int, write: Callable[[list[dict[str, Any]]], None], console: Console
-) -> int:
+async def _export(source: Source, name: str | None, step: int, console: Console) -> list[dict[str, Any]]:
     async with source.open(console) as (clients, _):
         run = await pick_run(clients, name)
         states = tuple(run_pb2.GroupState.Value(f"GROUP_STATE_{state}") for state in ("RESERVED", "CONSUMED"))
@@ -140,67 +136,16 @@ async def _export(
             raise SettingsError(
                 f"Run {run.run_id} has no groups of step {step}; its last step is {run.committed_step + 1}."
             )
-        rows = [row async for row in _rows(clients, run.run_id, [info.group_id for info in infos], step)]
-    write(rows)
-    return len(rows)
+        return [row async for row in _rows(clients, run.run_id, [info.group_id for info in infos], step)]
 
 
 async def _rows(clients: Clients, run_id: str, group_ids: list[str], step: int):
     for group_id in group_ids:
         answer = await clients.group(run_id, group_id)
-        if not answer.group.samples or not all(sample.tokens.data for sample in answer.group.samples):
+        if not has_tokens(answer):
             raise SettingsError(
                 f"The tokens of group {group_id} are no longer stored: a checkpoint covers step {step}; export it"
                 " before, or set save_interval and retained checkpoints so that they are kept longer."
             )
         for row in sample_rows(answer, run_id, step):
             yield row
-
-
-def sample_rows(answer: buffer_pb.GetGroupResponse, run_id: str, step: int) -> Iterator[dict[str, Any]]:
-    """A row per sample: what was asked, what was answered, and all that training needs."""
-    prompt = answer.prompt
-    for sample in answer.group.samples:
-        yield {
-            "run_id": run_id,
-            "step": step,
-            "group_id": sample.group_id,
-            "ordinal": answer.info.ordinal,
-            "index": sample.index,
-            "dataset": prompt.dataset,
-            "prompt": prompt.text,
-            "label": prompt.label,
-            "response": sample.response,
-            "status": sample_pb2.SampleStatus.Name(sample.status).removeprefix("SAMPLE_STATUS_").lower(),
-            "reward": sample.reward if sample.HasField("reward") else None,
-            "unscored_reason": sample.unscored_reason,
-            "reward_details_json": json.dumps(dict(sample.reward_details)),
-            "metadata_json": sample.metadata_json,
-            "prompt_length": sample.prompt_length,
-            "tokens": to_numpy(sample.tokens).tolist(),
-            "loss_mask": to_numpy(sample.loss_mask).tolist() if sample.loss_mask.data else [],
-            "log_probs": to_numpy(sample.log_probs).tolist() if sample.log_probs.data else [],
-            "versions": [[span.version, span.start, span.end] for span in sample.versions],
-        }
-
-
-def _write_jsonl(out: Path, rows: list[dict[str, Any]]) -> None:
-    with out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _write_parquet(out: Path, rows: list[dict[str, Any]]) -> None:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise SettingsError(
-            "A parquet file needs the package pyarrow: pip install 'tetrarch[parquet]'; or write .jsonl."
-        ) from error
-    # An empty list has no type of its own.
-    kinds = {"tokens": pyarrow.int32(), "loss_mask": pyarrow.uint8(), "log_probs": pyarrow.float32()}
-    table = pyarrow.Table.from_pylist(rows)
-    for name, kind in kinds.items():
-        column = pyarrow.array([row[name] for row in rows], pyarrow.list_(kind))
-        table = table.set_column(table.schema.get_field_index(name), name, column)
-    parquet.write_table(table, out)

@@ -7,15 +7,18 @@ from pathlib import Path
 
 from services.common.devices import VISIBLE, visible_gpus
 from services.common.run_spec import RunSpec
+from services.common.sample_file import step_path
 from services.common.settings import SettingsError
 
 
 def check_places(spec: RunSpec) -> None:
-    """Checks run_dir, save and device. Raises SettingsError."""
+    """Checks run_dir, save, save_debug_rollout_data and device. Raises SettingsError."""
     check_writable(spec.run_dir, "run_dir")
     check_writable(spec.directory, "run_dir")
     if spec.trainer.save:
         check_writable(spec.trainer.save, "save")
+    if spec.rollout.save_debug_rollout_data:
+        check_writable(str(step_path(spec.rollout.save_debug_rollout_data, 0).parent), "save_debug_rollout_data")
     if spec.rollout.device == "cuda" and not visible_gpus():
         raise SettingsError(
             f"device is 'cuda' but this machine has no CUDA device ({VISIBLE} counts when set); use cpu, or auto."

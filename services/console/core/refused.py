@@ -16,8 +16,8 @@ _PLUGIN = "this hook does not exist; custom code goes in by custom_generate_func
 _TIS = "importance sampling between engine and trainer is not built yet; their log-probs agree to 1e-4"
 _DISK = "weights travel over collectives and are verified by checksum; there is no transfer by disk"
 _DEBUG = (
-    "`tetrarch samples` shows what was generated, `tetrarch export-samples` writes a step to a file, and"
-    " load_debug_rollout_data trains it"
+    "`tetrarch samples` shows what was generated, `tetrarch export-samples` writes a step to a file and"
+    " save_debug_rollout_data every step, and load_debug_rollout_data trains it"
 )
 _REPLAY = "mixture-of-experts models are not supported yet"
 _DISTILL = "on-policy distillation is not built yet"
@@ -133,10 +133,7 @@ _BY_REASON: dict[str, str] = {
     "progress always shows reward, length and pass rate": (
         "log_multi_turn log_passrate log_reward_category log_correct_samples log_interval"
     ),
-    _DEBUG: (
-        "debug_rollout_only load_debug_rollout_data_subsample"
-        " save_debug_rollout_data save_debug_train_data dump_details load_forge_rollout_data"
-    ),
+    _DEBUG: ("load_debug_rollout_data_subsample save_debug_train_data dump_details load_forge_rollout_data"),
     "engines verify the checksums of every weight update": "check_weight_update_equal",
     "it is not built in; use an external profiler": (
         "memory_snapshot_dir memory_snapshot_num_steps memory_recorder record_memory_history profile_target profile"

@@ -17,6 +17,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("update_weights_seconds", "update weights"),
     ("save_seconds", "checkpoint"),
     ("eval_seconds", "evaluate"),
+    ("save_samples_seconds", "keep samples"),
     ("plan_seconds", "plan"),
     ("commit_seconds", "commit"),
     ("other_seconds", "other"),

@@ -25,6 +25,8 @@ _LOCAL_PATHS = (
     ("", "run_dir"),
     ("data", "prompt_data"),
     ("rollout", "hf_checkpoint"),
+    ("rollout", "load_debug_rollout_data"),
+    ("rollout", "save_debug_rollout_data"),
     ("trainer", "load"),
     ("trainer", "save"),
     ("trainer", "ref_load"),

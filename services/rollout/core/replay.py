@@ -1,8 +1,9 @@
 """Groups of an exported file in place of generated ones: training alone, the same samples every time.
 
-A file is what `tetrarch export-samples` wrote. Group i of the run gets group i of the file, from the start again when
-the file ends; with "{rollout_id}" in the path every step, from 0, has a file of its own. What engines said of a sample
-(tokens, masks, log-probs, reward) is kept; its versions are not: another run's weights made it.
+A file is what `tetrarch export-samples` or `save_debug_rollout_data` wrote. Group i of the run gets group i of the
+file, from the start again when the file ends; with "{rollout_id}" in the path every step, from 0, has a file of its
+own. What engines said of a sample (tokens, masks, log-probs, reward) is kept; its versions are not: another run's
+weights made it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 
 from services.common.errors import invalid_field
 from services.common.records import Group, Prompt, Sample, SampleStatus
+from services.common.sample_file import STEP
 from services.rollout.core.run_settings import RunSettings
 
 KEY = "load_debug_rollout_data"
-_STEP = "{rollout_id}"
 _FILES_KEPT = 4
 
 
@@ -56,7 +57,7 @@ def _read_parquet(path: Path) -> list[Mapping[str, Any]]:
 def check_replay(run: RunSettings) -> None:
     """Reads the first file of a run that replays one. Raises INVALID_FIELD."""
     if path := run.keys.get(KEY):
-        read_groups(Path(path.replace(_STEP, "0")))
+        read_groups(Path(path.replace(STEP, "0")))
 
 
 @dataclass
@@ -69,8 +70,8 @@ class ReplayMaker:
     async def make(self, prompt: Prompt, partial: Group | None = None) -> Group:
         """The file's group under this prompt's name. Raises INVALID_FIELD."""
         path, batch = str(self.run.keys[KEY]), int(self.run.keys["rollout_batch_size"])
-        step, position = divmod(prompt.ordinal, batch) if _STEP in path else (0, prompt.ordinal)
-        file = Path(path.replace(_STEP, str(step)))
+        step, position = divmod(prompt.ordinal, batch) if STEP in path else (0, prompt.ordinal)
+        file = Path(path.replace(STEP, str(step)))
         if file not in self._files:
             groups = await asyncio.to_thread(read_groups, file)
             if len(self._files) >= _FILES_KEPT:

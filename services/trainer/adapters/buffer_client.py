@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -24,6 +25,7 @@ from tetrarch.buffer.v1 import (
 
 from services.common.channel import service_error
 from services.common.errors import Code, ServiceError
+from services.common.sample_rows import sample_rows
 from services.common.telemetry import get_logger
 from services.trainer import convert
 from services.trainer.core.records import Batch, GroupCounts, Run, Session
@@ -134,6 +136,14 @@ class GrpcBuffer:
             run_id=run_id, trainer_epoch=epoch, version=version, step_count=step_count
         )
         await self._call(self._buffer.PublishVersion, request)
+
+    async def group_rows(self, run_id: str, group_ids: Sequence[str], step: int) -> list[dict[str, Any]]:
+        """Samples of groups whose tokens are stored, as rows of a file."""
+        rows: list[dict[str, Any]] = []
+        for group_id in group_ids:
+            request = buffer_service_pb2.GetGroupRequest(run_id=run_id, group_id=group_id)
+            rows += sample_rows(await self._call(self._buffer.GetGroup, request), run_id, step)
+        return rows
 
     async def counts(self, run_id: str) -> GroupCounts:
         """Groups by state."""

@@ -6,6 +6,8 @@ admission (`max_staleness`). Invariants, in the order that makes a death at any 
 - A step is committed after it was trained; a checkpoint is recorded after it was written; what lies between a
   checkpoint and the death is given back by RestoreRun and trained again from the restored weights.
 - A version is reserved before it is pushed, so no number is used twice.
+A run that only generates (`debug_rollout_only`) takes and commits steps without training them: its weights are pushed
+once and published again with every step, and it goes on from its last commit, since there is nothing to save.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ from services.common.telemetry import get_logger
 from services.trainer.core.batches import NodeDeltas, StepInputs, schedule_settings, step_inputs, train_metrics
 from services.trainer.core.commands import ExportHf, Setup, SetupResult, TrainResult, TrainStep
 from services.trainer.core.evaluation import eval_message, eval_metrics, evaluate
-from services.trainer.core.fleet import EngineFleet, FleetSettings, describe_node
+from services.trainer.core.fleet import EngineFleet, FleetSettings
 from services.trainer.core.ports import Buffer, CheckpointFiles, Journal, Ranks, RanksFailed, Rollout
 from services.trainer.core.progress import Phase, Progress
 from services.trainer.core.records import Batch, Session
-from services.trainer.core.restore import CheckpointPlaces, Restored, restore, save_checkpoint
+from services.trainer.core.reports import batch_timeout, step_message, update_message, update_metrics
+from services.trainer.core.restore import CheckpointPlaces, Restored, restore, resume_untrained, save_checkpoint
+from services.trainer.core.samples_kept import keep_samples
 from services.trainer.core.settings import LoopSettings
 from services.trainer.core.timing import StepClock
-from services.trainer.core.weights import UpdateReport, UpdateSettings, WeightUpdater
+from services.trainer.core.weights import UpdateSettings, WeightUpdater
 
 log = get_logger(__name__)
 
@@ -90,6 +94,7 @@ class TrainingLoop:
         self._stop = stop
         self._run_id = session.run.run_id
         self._engineless = spec.engineless
+        self._rollout_only = spec.rollout.debug_rollout_only
         self._clock = StepClock()
         self._deltas = NodeDeltas()
         self.ranks_lock = asyncio.Lock()
@@ -141,13 +146,15 @@ class TrainingLoop:
                 ) from error
             places = CheckpointPlaces(self.save_directory, self._spec.trainer.load)
             ports = self._ports
-            self._restored = await restore(
+            go_on = resume_untrained if self._rollout_only else restore
+            self._restored = await go_on(
                 self._session, places, ports.ranks, ports.buffer, ports.files, self._settings.setup_timeout
             )
         done = self._restored.step_count
         self._saved_step_count = done if self._restored.path else -1
         self._progress.step_count = done
-        text = f"goes on from step {done} ({self._restored.path})" if done else "starts from the first step"
+        place = f" ({self._restored.path})" if self._restored.path else ""
+        text = f"goes on from step {done}{place}" if done else "starts from the first step"
         self._write("restore", done - 1, {"step_count": float(done)}, f"run {self._run_id} {text}")
 
     async def _start_engines(self) -> asyncio.Task:
@@ -208,21 +215,27 @@ class TrainingLoop:
         ports, epoch = self._ports, self._session.epoch
         with self._clock.part("wait_groups"):
             batch = await self._take_batch(step)
-        self._progress.enter(Phase.TRAINING)
+        if template := self._spec.rollout.save_debug_rollout_data:
+            with self._clock.part("save_samples"):
+                await keep_samples(ports.buffer, self._run_id, template, step, batch)
         with self._clock.part("plan"):
             assert self._setup
             inputs = step_inputs(batch, self._spec, schedule_settings(self._spec, self._setup.data_parallel_size))
-        with self._clock.part("train"):
-            results = await self._train_step(step, inputs)
+        metrics = dict(inputs.metrics)
+        if self._rollout_only:
+            metrics["total_tokens"] = float(sum(sample.length for sample in batch.samples))
+        else:
+            self._progress.enter(Phase.TRAINING)
+            with self._clock.part("train"):
+                metrics |= train_metrics(await self._train_step(step, inputs))
         with self._clock.part("commit"):
             await ports.buffer.commit_step(self._run_id, epoch, step)
         done = step + 1
         self._progress.step_count = done
-        metrics = dict(inputs.metrics) | train_metrics(results)
         # Engines first: they generate while the checkpoint is written.
         if not self._engineless and done % self._spec.trainer.update_weights_interval == 0:
             with self._clock.part("update_weights"):
-                metrics |= _update_metrics(await self._update_weights())
+                metrics |= await self._update_weights()
         if self._due(self._spec.trainer.save_interval, done):
             with self._clock.part("save"):
                 await self._save()
@@ -250,17 +263,7 @@ class TrainingLoop:
 
     async def _batch_timeout(self, step: int, count: int, waited: float) -> ServiceError:
         counts = await self._ports.buffer.counts(self._run_id)
-        nodes = await self._ports.rollout.nodes()
-        said = "; ".join(describe_node(node) for node in nodes) or "no rollout node is registered"
-        evicted = ", ".join(f"{number} {reason}" for reason, number in counts.evicted.items()) or "none"
-        return ServiceError(
-            Code.DEADLINE_EXCEEDED,
-            "BATCH_TIMEOUT",
-            f"No {count} groups for step {step} within {waited:.0f} s (batch_timeout): {counts.ready} are ready,"
-            f" {counts.leased} leased, {counts.pending} pending, evicted: {evicted}; {said}.",
-            run_id=self._run_id,
-            step=step,
-        )
+        return batch_timeout((self._run_id, step, count), waited, counts, await self._ports.rollout.nodes())
 
     async def _train_step(self, step: int, inputs: StepInputs) -> list[TrainResult]:
         command = TrainStep(
@@ -280,16 +283,20 @@ class TrainingLoop:
         tokens, total = metrics.get("total_tokens", 0.0), metrics["total_seconds"]
         metrics["tokens_per_second"] = tokens / total if total else 0.0
         metrics["policy_version"] = float(self._progress.policy_version)
-        reward = f"reward {metrics['reward_mean']:.3f}, " if "reward_mean" in metrics else ""
-        text = f"step {step + 1}/{self._spec.rollout.num_rollout}: {reward}loss {metrics.get('loss', 0.0):.4f}"
-        self._write("step", step, metrics, f"{text}, {total:.2f} s")
+        self._write("step", step, metrics, step_message(step, self._spec.rollout.num_rollout, metrics))
 
     # -- weights, checkpoints, evaluations
 
-    async def _update_weights(self) -> UpdateReport:
+    async def _update_weights(self) -> dict[str, float]:
+        """Brings the engines to the ranks' weights; → metrics of it."""
         assert self._fleet
-        self._progress.enter(Phase.UPDATING_WEIGHTS)
         done, epoch, buffer = self._progress.step_count, self._session.epoch, self._ports.buffer
+        if self._rollout_only and self._published_step_count >= 0:
+            # The weights are what they were; admission has to move on all the same.
+            await buffer.publish_version(self._run_id, epoch, self._progress.policy_version, done)
+            self._published_step_count = done
+            return {}
+        self._progress.enter(Phase.UPDATING_WEIGHTS)
         version = await buffer.reserve_version(self._run_id, epoch)
 
         async def publish(pushed: int) -> None:
@@ -298,13 +305,14 @@ class TrainingLoop:
         report = await self._fleet.push(version, done - 1, publish, self._check)
         self._progress.policy_version = version
         self._published_step_count = done
-        names = f"{len(report.committed)} engine{'s' if len(report.committed) != 1 else ''}"
-        seconds = sum(report.seconds.values())
-        text = f"version {version} on {names}, {report.total_bytes / 1e6:.1f} MB in {seconds:.2f} s"
-        self._write("update_weights", done - 1, _update_metrics(report) | {"policy_version": float(version)}, text)
-        return report
+        metrics = update_metrics(report)
+        said = metrics | {"policy_version": float(version)}
+        self._write("update_weights", done - 1, said, update_message(version, report))
+        return metrics
 
     async def _save(self) -> None:
+        if self._rollout_only:
+            return
         self._progress.enter(Phase.SAVING)
         done, ports = self._progress.step_count, self._ports
         async with self.ranks_lock:
@@ -343,6 +351,8 @@ class TrainingLoop:
             await self._evaluate()
         if trainer.save and done and self._saved_step_count != done:
             await self._save()
+        if self._rollout_only:
+            return
         self._progress.enter(Phase.SAVING)
         await self.export(str(Path(self._progress.run_dir) / "hf"))
 
@@ -383,15 +393,3 @@ class TrainingLoop:
 
     def _write(self, kind: str, step: int, metrics: dict[str, float], message: str) -> None:
         self._ports.journal.write(kind, step, metrics, message)
-
-
-def _update_metrics(report: UpdateReport) -> dict[str, float]:
-    """Seconds of an update by part; the pause is the longest standstill of an engine."""
-    return {f"update_{part}_seconds": value for part, value in report.seconds.items()} | {
-        "update_pause_seconds": report.pause_seconds,
-        "update_bytes": float(report.total_bytes),
-        "update_bucket_count": float(report.bucket_count),
-        "update_verified_tensor_count": float(report.verified_tensor_count),
-        "update_engine_count": float(len(report.committed)),
-        "update_failed_engine_count": float(len(report.failed)),
-    }

@@ -94,6 +94,20 @@ async def restore(
     return Restored(step_count, first_step, path, returned)
 
 
+async def resume_untrained(
+    session: Session, places: CheckpointPlaces, ranks: Ranks, buffer: Buffer, _files: CheckpointFiles, timeout: float
+) -> Restored:
+    """`restore` of a run that trains nothing: its first weights, and on after the last committed step.
+
+    Raises:
+        ServiceError: CHECKPOINT_UNUSABLE, or the buffer's errors.
+    """
+    run = session.run
+    first_step = await load_ranks(ranks, places.load, timeout, new_run=True) if places.load else 0
+    returned, _ = await buffer.restore_run(run.run_id, session.epoch, run.committed_step)
+    return Restored(run.committed_step + 1, first_step, "", returned)
+
+
 def _ahead(run: Run, path: str, step_count: int) -> ServiceError:
     return ServiceError(
         Code.FAILED_PRECONDITION,

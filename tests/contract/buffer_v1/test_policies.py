@@ -180,3 +180,19 @@ async def test_versions_that_a_restart_of_the_store_skipped_make_no_group_stale(
     await driver.commit(0)
     await driver.publish(1)
     assert (await driver.stats()).evicted_by_reason["STALE"] == 1, "from then on versions count as ever"
+
+
+async def test_the_same_version_after_more_steps_moves_admission_on_and_makes_nothing_older(driver):
+    await driver.start()
+    version = (await driver.call("GetRun")).run.policy_version
+    for step in range(3):
+        assert len(await driver.produce()) == 2
+        await driver.take(step)
+        await driver.commit(step)
+        for steps, room in ((step, 0), (step + 1, 2), (step + 1, 2)):
+            await driver.call("PublishVersion", trainer_epoch=driver.epoch, version=version, step_count=steps)
+            leases = (await driver.lease()).leases
+            assert len(leases) == room
+            await driver.call("ReleaseLeases", lease_ids=[lease.lease_id for lease in leases])
+    stats = await driver.stats()
+    assert (stats.policy_version, stats.consumed_count, dict(stats.evicted_by_reason)) == (version, 6, {})

@@ -1,4 +1,5 @@
--- ARGV: trainer epoch, version, steps contained. Repeating the newest version changes nothing.
+-- ARGV: trainer epoch, version, steps contained. Repeating the newest version changes nothing,
+-- except that with more steps admission moves on: a run that only generates keeps its weights.
 local gone = missing()
 if gone then return gone end
 local old = fenced(ARGV[1])
@@ -6,7 +7,12 @@ if old then return old end
 -- A rollback that was cut off is to be finished first.
 if field('restoring') then return {'RESTORING', field('restoring')} end
 local version, current = tonumber(ARGV[2]), number('policy_version')
-if version == current and field('open') == '1' then return {'OK'} end
+if version == current and field('open') == '1' then
+  if tonumber(ARGV[3]) > number('published_steps') then
+    redis.call('HSET', run, 'published_steps', ARGV[3], 'base', digits(card(consumed) + card(reserved)))
+  end
+  return {'OK'}
+end
 if version <= current or version > number('reserved_version') then
   return {'VERSION_OUT_OF_ORDER', digits(current), field('reserved_version')}
 end

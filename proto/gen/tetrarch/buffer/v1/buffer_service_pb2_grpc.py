@@ -309,6 +309,7 @@ class BufferServiceServicer:
 
     def PublishVersion(self, request, context):
         """Makes a weight version the current one: admission and staleness count from it.
+        The current version again changes nothing, except with a higher `step_count`: admission then counts from now.
         Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

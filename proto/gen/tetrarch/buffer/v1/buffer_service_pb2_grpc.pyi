@@ -99,6 +99,7 @@ class BufferServiceStub:
     """Hands out the next weight version of a run; versions only grow. Errors: FENCED."""
     PublishVersion: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.PublishVersionRequest, _buffer_service_pb2.PublishVersionResponse]
     """Makes a weight version the current one: admission and staleness count from it.
+    The current version again changes nothing, except with a higher `step_count`: admission then counts from now.
     Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]
@@ -187,6 +188,7 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """Hands out the next weight version of a run; versions only grow. Errors: FENCED."""
     PublishVersion: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.PublishVersionRequest, _buffer_service_pb2.PublishVersionResponse]  # type: ignore[assignment]
     """Makes a weight version the current one: admission and staleness count from it.
+    The current version again changes nothing, except with a higher `step_count`: admission then counts from now.
     Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetStatsRequest, _buffer_service_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -386,6 +388,7 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_service_pb2.PublishVersionResponse, _abc.Awaitable[_buffer_service_pb2.PublishVersionResponse]]:
         """Makes a weight version the current one: admission and staleness count from it.
+        The current version again changes nothing, except with a higher `step_count`: admission then counts from now.
         Errors: FENCED, RESTORING (a rollback was cut off: call RestoreRun again).
         """
 

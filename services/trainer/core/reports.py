@@ -1,0 +1,54 @@
+"""What the loop says: metrics of an update, the line of a step, and why a batch did not come. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.common.errors import Code, ServiceError
+from services.trainer.core.fleet import describe_node
+from services.trainer.core.records import GroupCounts, NodeView
+from services.trainer.core.weights import UpdateReport
+
+
+def update_metrics(report: UpdateReport) -> dict[str, float]:
+    """Seconds of an update by part; the pause is the longest standstill of an engine."""
+    return {f"update_{part}_seconds": value for part, value in report.seconds.items()} | {
+        "update_pause_seconds": report.pause_seconds,
+        "update_bytes": float(report.total_bytes),
+        "update_bucket_count": float(report.bucket_count),
+        "update_verified_tensor_count": float(report.verified_tensor_count),
+        "update_engine_count": float(len(report.committed)),
+        "update_failed_engine_count": float(len(report.failed)),
+    }
+
+
+def update_message(version: int, report: UpdateReport) -> str:
+    """The line of an update."""
+    names = f"{len(report.committed)} engine{'s' if len(report.committed) != 1 else ''}"
+    return f"version {version} on {names}, {report.total_bytes / 1e6:.1f} MB in {sum(report.seconds.values()):.2f} s"
+
+
+def step_message(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """The line of a step. What a run does not have, a reward or a loss, is left out."""
+    parts = [f"{name} {metrics[key]:{form}}" for name, key, form in _OF_STEP if key in metrics]
+    return f"step {step + 1}/{total}: {', '.join([*parts, ''])}{metrics['total_seconds']:.2f} s"
+
+
+_OF_STEP = (("reward", "reward_mean", ".3f"), ("loss", "loss", ".4f"))
+
+
+def batch_timeout(
+    where: tuple[str, int, int], waited: float, counts: GroupCounts, nodes: Sequence[NodeView]
+) -> ServiceError:
+    """The error of a step whose groups did not come. `where`: run, step, groups asked for; `waited`: seconds."""
+    run_id, step, count = where
+    said = "; ".join(describe_node(node) for node in nodes) or "no rollout node is registered"
+    evicted = ", ".join(f"{number} {reason}" for reason, number in counts.evicted.items()) or "none"
+    return ServiceError(
+        Code.DEADLINE_EXCEEDED,
+        "BATCH_TIMEOUT",
+        f"No {count} groups for step {step} within {waited:.0f} s (batch_timeout): {counts.ready} are ready,"
+        f" {counts.leased} leased, {counts.pending} pending, evicted: {evicted}; {said}.",
+        run_id=run_id,
+        step=step,
+    )
