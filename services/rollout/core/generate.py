@@ -156,19 +156,24 @@ class Generator:
         """Outcome by index of the samples that were not done."""
         fresh = [index for index in range(sample_count) if index not in begun]
         unfinished = [index for index, one in begun.items() if one.status is SampleStatus.ABORTED]
-        calls = [self._go_on(begun[index], sampling, deadline) for index in unfinished]
-        if fresh:
-            calls.append(self.completer.complete(prompt.tokens, sampling, len(fresh), deadline))
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        made: dict[int, Trajectory | BaseException] = dict(zip(unfinished, answers, strict=False))
+        start = [self.completer.complete(prompt.tokens, sampling, len(fresh), deadline)] if fresh else []
+        going_on, started = await asyncio.gather(
+            asyncio.gather(
+                *(self._go_on(begun[index], sampling, deadline) for index in unfinished), return_exceptions=True
+            ),
+            asyncio.gather(*start, return_exceptions=True),
+        )
+        made: dict[int, Trajectory | BaseException] = dict(zip(unfinished, going_on, strict=True))
         for index, answer in made.items():
             if isinstance(answer, ServiceError) and self.completer.halt.called:
                 made[index] = begun[index]  # no engine took it up
-        if fresh and isinstance(answers[-1], BaseException):
-            return made | dict.fromkeys(fresh, answers[-1])
-        for index, generation in zip(fresh, answers[-1] if fresh else (), strict=True):
-            made[index] = Trajectory(prompt.tokens)
-            made[index].append_generation(generation)
+        for answer in started:
+            if isinstance(answer, BaseException):
+                return made | dict.fromkeys(fresh, answer)
+            for index, generation in zip(fresh, answer, strict=True):
+                trajectory = Trajectory(prompt.tokens)
+                trajectory.append_generation(generation)
+                made[index] = trajectory
         return made
 
     async def _go_on(self, begun: Trajectory, sampling: SamplingParams, deadline: float) -> Trajectory:
