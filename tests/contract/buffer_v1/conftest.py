@@ -18,6 +18,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from services.buffer.adapters.redis_connection import Connection
 from services.buffer.app import App
 from services.buffer.config import BufferSettings
 from services.common.channel import open_channel
@@ -72,6 +73,14 @@ async def channel(request: pytest.FixtureRequest) -> AsyncIterator[grpc.aio.Chan
     yield client
     await client.close()
     await app.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def connection(valkey_url: str) -> AsyncIterator[Connection]:  # noqa: F811
+    """A connection of the test's own to the store."""
+    made = Connection(valkey_url)
+    yield made
+    await made.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

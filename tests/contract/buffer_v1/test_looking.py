@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.buffer.v1 import registry_service_pb2, registry_service_pb2_grpc, run_pb2
@@ -16,14 +15,6 @@ from services.common.errors import Code
 from tests.contract.buffer_v1.driver import Driver, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def connection(valkey_url):
-    """A connection of the test's own."""
-    connection = Connection(valkey_url)
-    yield connection
-    await connection.close()
 
 
 async def keys_of(connection: Connection, run_id: str) -> list[bytes]:

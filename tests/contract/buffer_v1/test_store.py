@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from prometheus_client import REGISTRY
 
 from services.buffer.adapters.redis_connection import Connection
@@ -18,14 +17,6 @@ from services.common.errors import Code
 from tests.contract.buffer_v1.driver import Driver, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def connection(valkey_url):
-    """A connection of the test's own."""
-    connection = Connection(valkey_url)
-    yield connection
-    await connection.close()
 
 
 async def test_a_store_that_may_lose_data_is_reported(connection):
