@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tetrarch.common.v1 import tensor_pb2 as tetrarch_dot_common_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(tetrarch/rollout/v1/weight_service.proto\x12\x13tetrarch.rollout.v1\x1a\x1ftetrarch/common/v1/tensor.proto\"P\n\x0c\x43hecksumRule\x12\x13\n\x0b\x65ngine_name\x18\x01 \x01(\t\x12\x14\n\x0csource_names\x18\x02 \x03(\t\x12\x15\n\rpadding_bytes\x18\x03 \x01(\x03\"\xef\x03\n\x14PrepareUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x12\n\ngroup_name\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x16\n\x0emaster_address\x18\x08 \x01(\t\x12\x13\n\x0bmaster_port\x18\t \x01(\x05\x12\x12\n\nworld_size\x18\n \x01(\x05\x12\x13\n\x0brank_offset\x18\x0b \x01(\x05\x12\x13\n\x0bplan_digest\x18\x0c \x01(\t\x12\x15\n\rtorch_version\x18\r \x01(\t\x12\x14\n\x0cnccl_version\x18\x0e \x01(\t\x12T\n\x0e\x63ollective_env\x18\x0f \x03(\x0b\x32<.tetrarch.rollout.v1.PrepareUpdateRequest.CollectiveEnvEntry\x12/\n\x07tensors\x18\x10 \x03(\x0b\x32\x1e.tetrarch.common.v1.TensorSpec\x1a\x34\n\x12\x43ollectiveEnvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"n\n\x15PrepareUpdateResponse\x12\x1a\n\x12\x63hecksum_algorithm\x18\x01 \x01(\t\x12\x39\n\x0e\x63hecksum_rules\x18\x02 \x03(\x0b\x32!.tetrarch.rollout.v1.ChecksumRule\"\x9d\x01\n\x15TransferBucketRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x02 \x01(\x03\x12\x14\n\x0c\x62ucket_index\x18\x03 \x01(\x05\x12\x14\n\x0c\x62ucket_count\x18\x04 \x01(\x05\x12/\n\x07tensors\x18\x05 \x03(\x0b\x32\x1e.tetrarch.common.v1.TensorSpec\"0\n\x16TransferBucketResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x03\"7\n\x0eTensorChecksum\x12\x13\n\x0b\x65ngine_name\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\"\x87\x01\n\x13\x43ommitUpdateRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x36\n\tchecksums\x18\x04 \x03(\x0b\x32#.tetrarch.rollout.v1.TensorChecksum\"L\n\x14\x43ommitUpdateResponse\x12\x1d\n\x15verified_tensor_count\x18\x01 \x01(\x03\x12\x15\n\rpause_seconds\x18\x02 \x01(\x01\"M\n\x12\x41\x62ortUpdateRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x15\n\x13\x41\x62ortUpdateResponse2\xb3\x03\n\rWeightService\x12\x66\n\rPrepareUpdate\x12).tetrarch.rollout.v1.PrepareUpdateRequest\x1a*.tetrarch.rollout.v1.PrepareUpdateResponse\x12i\n\x0eTransferBucket\x12*.tetrarch.rollout.v1.TransferBucketRequest\x1a+.tetrarch.rollout.v1.TransferBucketResponse\x12h\n\x0c\x43ommitUpdate\x12(.tetrarch.rollout.v1.CommitUpdateRequest\x1a).tetrarch.rollout.v1.CommitUpdateResponse\"\x03\x90\x02\x02\x12\x65\n\x0b\x41\x62ortUpdate\x12\'.tetrarch.rollout.v1.AbortUpdateRequest\x1a(.tetrarch.rollout.v1.AbortUpdateResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(tetrarch/rollout/v1/weight_service.proto\x12\x13tetrarch.rollout.v1\x1a\x1ftetrarch/common/v1/tensor.proto\"P\n\x0c\x43hecksumRule\x12\x13\n\x0b\x65ngine_name\x18\x01 \x01(\t\x12\x14\n\x0csource_names\x18\x02 \x03(\t\x12\x15\n\rpadding_bytes\x18\x03 \x01(\x03\"\xa3\x04\n\x14PrepareUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x12\n\ngroup_name\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x16\n\x0emaster_address\x18\x08 \x01(\t\x12\x13\n\x0bmaster_port\x18\t \x01(\x05\x12\x12\n\nworld_size\x18\n \x01(\x05\x12\x13\n\x0brank_offset\x18\x0b \x01(\x05\x12\x13\n\x0bplan_digest\x18\x0c \x01(\t\x12\x15\n\rtorch_version\x18\r \x01(\t\x12\x14\n\x0cnccl_version\x18\x0e \x01(\t\x12T\n\x0e\x63ollective_env\x18\x0f \x03(\x0b\x32<.tetrarch.rollout.v1.PrepareUpdateRequest.CollectiveEnvEntry\x12/\n\x07tensors\x18\x10 \x03(\x0b\x32\x1e.tetrarch.common.v1.TensorSpec\x12\x1c\n\x14\x62ucket_tensor_counts\x18\x11 \x03(\x05\x12\x14\n\x0cweights_path\x18\x12 \x01(\t\x1a\x34\n\x12\x43ollectiveEnvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"~\n\x15PrepareUpdateResponse\x12\x1a\n\x12\x63hecksum_algorithm\x18\x01 \x01(\t\x12\x39\n\x0e\x63hecksum_rules\x18\x02 \x03(\x0b\x32!.tetrarch.rollout.v1.ChecksumRule\x12\x0e\n\x06staged\x18\x03 \x01(\x08\"A\n\x16TransferWeightsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x02 \x01(\x03\"B\n\x17TransferWeightsResponse\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"7\n\x0eTensorChecksum\x12\x13\n\x0b\x65ngine_name\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\"\x87\x01\n\x13\x43ommitUpdateRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x36\n\tchecksums\x18\x04 \x03(\x0b\x32#.tetrarch.rollout.v1.TensorChecksum\"L\n\x14\x43ommitUpdateResponse\x12\x1d\n\x15verified_tensor_count\x18\x01 \x01(\x03\x12\x15\n\rpause_seconds\x18\x02 \x01(\x01\"M\n\x12\x41\x62ortUpdateRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0cupdate_epoch\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x15\n\x13\x41\x62ortUpdateResponse2\xb6\x03\n\rWeightService\x12\x66\n\rPrepareUpdate\x12).tetrarch.rollout.v1.PrepareUpdateRequest\x1a*.tetrarch.rollout.v1.PrepareUpdateResponse\x12l\n\x0fTransferWeights\x12+.tetrarch.rollout.v1.TransferWeightsRequest\x1a,.tetrarch.rollout.v1.TransferWeightsResponse\x12h\n\x0c\x43ommitUpdate\x12(.tetrarch.rollout.v1.CommitUpdateRequest\x1a).tetrarch.rollout.v1.CommitUpdateResponse\"\x03\x90\x02\x02\x12\x65\n\x0b\x41\x62ortUpdate\x12\'.tetrarch.rollout.v1.AbortUpdateRequest\x1a(.tetrarch.rollout.v1.AbortUpdateResponse\"\x03\x90\x02\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKSUMRULE']._serialized_start=98
   _globals['_CHECKSUMRULE']._serialized_end=178
   _globals['_PREPAREUPDATEREQUEST']._serialized_start=181
-  _globals['_PREPAREUPDATEREQUEST']._serialized_end=676
-  _globals['_PREPAREUPDATEREQUEST_COLLECTIVEENVENTRY']._serialized_start=624
-  _globals['_PREPAREUPDATEREQUEST_COLLECTIVEENVENTRY']._serialized_end=676
-  _globals['_PREPAREUPDATERESPONSE']._serialized_start=678
-  _globals['_PREPAREUPDATERESPONSE']._serialized_end=788
-  _globals['_TRANSFERBUCKETREQUEST']._serialized_start=791
-  _globals['_TRANSFERBUCKETREQUEST']._serialized_end=948
-  _globals['_TRANSFERBUCKETRESPONSE']._serialized_start=950
-  _globals['_TRANSFERBUCKETRESPONSE']._serialized_end=998
-  _globals['_TENSORCHECKSUM']._serialized_start=1000
-  _globals['_TENSORCHECKSUM']._serialized_end=1055
-  _globals['_COMMITUPDATEREQUEST']._serialized_start=1058
-  _globals['_COMMITUPDATEREQUEST']._serialized_end=1193
-  _globals['_COMMITUPDATERESPONSE']._serialized_start=1195
-  _globals['_COMMITUPDATERESPONSE']._serialized_end=1271
-  _globals['_ABORTUPDATEREQUEST']._serialized_start=1273
-  _globals['_ABORTUPDATEREQUEST']._serialized_end=1350
-  _globals['_ABORTUPDATERESPONSE']._serialized_start=1352
-  _globals['_ABORTUPDATERESPONSE']._serialized_end=1373
-  _globals['_WEIGHTSERVICE']._serialized_start=1376
-  _globals['_WEIGHTSERVICE']._serialized_end=1811
+  _globals['_PREPAREUPDATEREQUEST']._serialized_end=728
+  _globals['_PREPAREUPDATEREQUEST_COLLECTIVEENVENTRY']._serialized_start=676
+  _globals['_PREPAREUPDATEREQUEST_COLLECTIVEENVENTRY']._serialized_end=728
+  _globals['_PREPAREUPDATERESPONSE']._serialized_start=730
+  _globals['_PREPAREUPDATERESPONSE']._serialized_end=856
+  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_start=858
+  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_end=923
+  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_start=925
+  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_end=991
+  _globals['_TENSORCHECKSUM']._serialized_start=993
+  _globals['_TENSORCHECKSUM']._serialized_end=1048
+  _globals['_COMMITUPDATEREQUEST']._serialized_start=1051
+  _globals['_COMMITUPDATEREQUEST']._serialized_end=1186
+  _globals['_COMMITUPDATERESPONSE']._serialized_start=1188
+  _globals['_COMMITUPDATERESPONSE']._serialized_end=1264
+  _globals['_ABORTUPDATEREQUEST']._serialized_start=1266
+  _globals['_ABORTUPDATEREQUEST']._serialized_end=1343
+  _globals['_ABORTUPDATERESPONSE']._serialized_start=1345
+  _globals['_ABORTUPDATERESPONSE']._serialized_end=1366
+  _globals['_WEIGHTSERVICE']._serialized_start=1369
+  _globals['_WEIGHTSERVICE']._serialized_end=1807
 # @@protoc_insertion_point(module_scope)

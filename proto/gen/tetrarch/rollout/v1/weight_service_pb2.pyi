@@ -93,6 +93,8 @@ class PrepareUpdateRequest(_message.Message):
     NCCL_VERSION_FIELD_NUMBER: _builtins.int
     COLLECTIVE_ENV_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    BUCKET_TENSOR_COUNTS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_PATH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     engine_id: _builtins.str
@@ -121,6 +123,10 @@ class PrepareUpdateRequest(_message.Message):
     """torch release of the trainer."""
     nccl_version: _builtins.str
     """NCCL release of the trainer; empty without CUDA."""
+    weights_path: _builtins.str
+    """Directory, as the node sees it, with the version's files. Empty: the bytes come over the weight group;
+    set: no group is joined.
+    """
     @_builtins.property
     def collective_env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The trainer's values of the environment that a group must agree on."""
@@ -128,6 +134,10 @@ class PrepareUpdateRequest(_message.Message):
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
         """All tensors of the update in order."""
+
+    @_builtins.property
+    def bucket_tensor_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The plan: how many of the tensors travel in each bucket, as one flat byte tensor. The numbers add up to all."""
 
     def __init__(
         self,
@@ -148,10 +158,12 @@ class PrepareUpdateRequest(_message.Message):
         nccl_version: _builtins.str = ...,
         collective_env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tensors: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
+        bucket_tensor_counts: _abc.Iterable[_builtins.int] | None = ...,
+        weights_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "collective_env", b"collective_env", "engine_id", b"engine_id", "group_name", b"group_name", "incarnation", b"incarnation", "master_address", b"master_address", "master_port", b"master_port", "nccl_version", b"nccl_version", "plan_digest", b"plan_digest", "rank_offset", b"rank_offset", "run_id", b"run_id", "tensors", b"tensors", "torch_version", b"torch_version", "update_epoch", b"update_epoch", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bucket_tensor_counts", b"bucket_tensor_counts", "collective_env", b"collective_env", "engine_id", b"engine_id", "group_name", b"group_name", "incarnation", b"incarnation", "master_address", b"master_address", "master_port", b"master_port", "nccl_version", b"nccl_version", "plan_digest", b"plan_digest", "rank_offset", b"rank_offset", "run_id", b"run_id", "tensors", b"tensors", "torch_version", b"torch_version", "update_epoch", b"update_epoch", "version", b"version", "weights_path", b"weights_path", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -165,10 +177,13 @@ class PrepareUpdateResponse(_message.Message):
 
     CHECKSUM_ALGORITHM_FIELD_NUMBER: _builtins.int
     CHECKSUM_RULES_FIELD_NUMBER: _builtins.int
+    STAGED_FIELD_NUMBER: _builtins.int
     checksum_algorithm: _builtins.str
     """Checksum algorithm, 16 hex digits: "sha256-64" is the first 8 bytes of SHA-256, "sglang-tiled-64" what SGLang's
     weights_checker answers for tensors on a GPU; empty when the engine cannot say what it holds.
     """
+    staged: _builtins.bool
+    """Whether the engine serves on during the transfer."""
     @_builtins.property
     def checksum_rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChecksumRule]:
         """How each held tensor is made up; the trainer computes the expected checksum of each."""
@@ -178,76 +193,67 @@ class PrepareUpdateResponse(_message.Message):
         *,
         checksum_algorithm: _builtins.str = ...,
         checksum_rules: _abc.Iterable[Global___ChecksumRule] | None = ...,
+        staged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_algorithm", b"checksum_algorithm", "checksum_rules", b"checksum_rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_algorithm", b"checksum_algorithm", "checksum_rules", b"checksum_rules", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareUpdateResponse: _TypeAlias = PrepareUpdateResponse  # noqa: Y015
 
 @_typing.final
-class TransferBucketRequest(_message.Message):
-    """Request of TransferBucket."""
+class TransferWeightsRequest(_message.Message):
+    """Request of TransferWeights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     UPDATE_EPOCH_FIELD_NUMBER: _builtins.int
-    BUCKET_INDEX_FIELD_NUMBER: _builtins.int
-    BUCKET_COUNT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Engine."""
     update_epoch: _builtins.int
     """Epoch of the update."""
-    bucket_index: _builtins.int
-    """Bucket number, from 0."""
-    bucket_count: _builtins.int
-    """Buckets in all."""
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
-        """Tensors of this bucket in order; they travel as one flat byte tensor."""
-
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         update_epoch: _builtins.int = ...,
-        bucket_index: _builtins.int = ...,
-        bucket_count: _builtins.int = ...,
-        tensors: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_count", b"bucket_count", "bucket_index", b"bucket_index", "engine_id", b"engine_id", "tensors", b"tensors", "update_epoch", b"update_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "update_epoch", b"update_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TransferBucketRequest: _TypeAlias = TransferBucketRequest  # noqa: Y015
+Global___TransferWeightsRequest: _TypeAlias = TransferWeightsRequest  # noqa: Y015
 
 @_typing.final
-class TransferBucketResponse(_message.Message):
-    """Response of TransferBucket."""
+class TransferWeightsResponse(_message.Message):
+    """Response of TransferWeights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """Bytes received."""
+    seconds: _builtins.float
+    """Seconds from the first byte that was asked for to the last that was there."""
     def __init__(
         self,
         *,
         received_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_bytes", b"received_bytes", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TransferBucketResponse: _TypeAlias = TransferBucketResponse  # noqa: Y015
+Global___TransferWeightsResponse: _TypeAlias = TransferWeightsResponse  # noqa: Y015
 
 @_typing.final
 class TensorChecksum(_message.Message):

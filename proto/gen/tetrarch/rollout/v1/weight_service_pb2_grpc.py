@@ -26,9 +26,11 @@ if _version_not_supported:
 
 
 class WeightServiceStub:
-    """The rollout side of a weight update. The trainer calls Prepare, then TransferBucket for every
-    bucket, then Commit, or Abort at any point. Every message carries the epoch of its update; a
-    message with an older epoch than the engine has seen is refused: that is the fence.
+    """The rollout side of a weight update. The trainer calls Prepare, then Transfer, then Commit, or Abort
+    at any point. Every message carries the epoch of its update; a message with an older epoch than the
+    engine has seen is refused: that is the fence.
+    An engine that can stage receives the new weights beside those it serves and stands still in Commit
+    alone; any other is paused from the first byte on.
     Common error reasons: FENCED (FAILED_PRECONDITION), ENGINE_NOT_FOUND (NOT_FOUND),
     ENGINE_UNAVAILABLE (UNAVAILABLE), EPOCH_NOT_PREPARED (FAILED_PRECONDITION).
     """
@@ -44,10 +46,10 @@ class WeightServiceStub:
                 request_serializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.PrepareUpdateRequest.SerializeToString,
                 response_deserializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.PrepareUpdateResponse.FromString,
                 _registered_method=True)
-        self.TransferBucket = channel.unary_unary(
-                '/tetrarch.rollout.v1.WeightService/TransferBucket',
-                request_serializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferBucketRequest.SerializeToString,
-                response_deserializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferBucketResponse.FromString,
+        self.TransferWeights = channel.unary_unary(
+                '/tetrarch.rollout.v1.WeightService/TransferWeights',
+                request_serializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferWeightsRequest.SerializeToString,
+                response_deserializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferWeightsResponse.FromString,
                 _registered_method=True)
         self.CommitUpdate = channel.unary_unary(
                 '/tetrarch.rollout.v1.WeightService/CommitUpdate',
@@ -62,9 +64,11 @@ class WeightServiceStub:
 
 
 class WeightServiceServicer:
-    """The rollout side of a weight update. The trainer calls Prepare, then TransferBucket for every
-    bucket, then Commit, or Abort at any point. Every message carries the epoch of its update; a
-    message with an older epoch than the engine has seen is refused: that is the fence.
+    """The rollout side of a weight update. The trainer calls Prepare, then Transfer, then Commit, or Abort
+    at any point. Every message carries the epoch of its update; a message with an older epoch than the
+    engine has seen is refused: that is the fence.
+    An engine that can stage receives the new weights beside those it serves and stands still in Commit
+    alone; any other is paused from the first byte on.
     Common error reasons: FENCED (FAILED_PRECONDITION), ENGINE_NOT_FOUND (NOT_FOUND),
     ENGINE_UNAVAILABLE (UNAVAILABLE), EPOCH_NOT_PREPARED (FAILED_PRECONDITION).
     """
@@ -78,16 +82,16 @@ class WeightServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def TransferBucket(self, request, context):
-        """Receives one bucket over the collective of the group. Blocks until the bucket is loaded.
-        Errors: TRANSFER_FAILED (the engine is STALE now).
+    def TransferWeights(self, request, context):
+        """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
+        Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Compares checksums of what the engine now holds; on a match the version becomes visible and
+        """Activates what was staged and compares checksums of what the engine now holds; on a match the version becomes visible and
         generation continues. Errors: CHECKSUM_MISMATCH (names the tensors; the engine is STALE now).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -95,7 +99,7 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Leaves the group. The engine keeps its old version if no bucket arrived, else it is STALE.
+        """Leaves the group. The engine keeps its old version if its weights were not touched, else it is STALE.
         Aborting an unknown or older epoch is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -110,10 +114,10 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     request_deserializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.PrepareUpdateRequest.FromString,
                     response_serializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.PrepareUpdateResponse.SerializeToString,
             ),
-            'TransferBucket': grpc.unary_unary_rpc_method_handler(
-                    servicer.TransferBucket,
-                    request_deserializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferBucketRequest.FromString,
-                    response_serializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferBucketResponse.SerializeToString,
+            'TransferWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.TransferWeights,
+                    request_deserializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferWeightsRequest.FromString,
+                    response_serializer=tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferWeightsResponse.SerializeToString,
             ),
             'CommitUpdate': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitUpdate,
@@ -134,9 +138,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService:
-    """The rollout side of a weight update. The trainer calls Prepare, then TransferBucket for every
-    bucket, then Commit, or Abort at any point. Every message carries the epoch of its update; a
-    message with an older epoch than the engine has seen is refused: that is the fence.
+    """The rollout side of a weight update. The trainer calls Prepare, then Transfer, then Commit, or Abort
+    at any point. Every message carries the epoch of its update; a message with an older epoch than the
+    engine has seen is refused: that is the fence.
+    An engine that can stage receives the new weights beside those it serves and stands still in Commit
+    alone; any other is paused from the first byte on.
     Common error reasons: FENCED (FAILED_PRECONDITION), ENGINE_NOT_FOUND (NOT_FOUND),
     ENGINE_UNAVAILABLE (UNAVAILABLE), EPOCH_NOT_PREPARED (FAILED_PRECONDITION).
     """
@@ -169,7 +175,7 @@ class WeightService:
             _registered_method=True)
 
     @staticmethod
-    def TransferBucket(request,
+    def TransferWeights(request,
             target,
             options=(),
             channel_credentials=None,
@@ -182,9 +188,9 @@ class WeightService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tetrarch.rollout.v1.WeightService/TransferBucket',
-            tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferBucketRequest.SerializeToString,
-            tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferBucketResponse.FromString,
+            '/tetrarch.rollout.v1.WeightService/TransferWeights',
+            tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferWeightsRequest.SerializeToString,
+            tetrarch_dot_rollout_dot_v1_dot_weight__service__pb2.TransferWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

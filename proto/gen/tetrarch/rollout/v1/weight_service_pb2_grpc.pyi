@@ -27,9 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightServiceStub:
-    """The rollout side of a weight update. The trainer calls Prepare, then TransferBucket for every
-    bucket, then Commit, or Abort at any point. Every message carries the epoch of its update; a
-    message with an older epoch than the engine has seen is refused: that is the fence.
+    """The rollout side of a weight update. The trainer calls Prepare, then Transfer, then Commit, or Abort
+    at any point. Every message carries the epoch of its update; a message with an older epoch than the
+    engine has seen is refused: that is the fence.
+    An engine that can stage receives the new weights beside those it serves and stands still in Commit
+    alone; any other is paused from the first byte on.
     Common error reasons: FENCED (FAILED_PRECONDITION), ENGINE_NOT_FOUND (NOT_FOUND),
     ENGINE_UNAVAILABLE (UNAVAILABLE), EPOCH_NOT_PREPARED (FAILED_PRECONDITION).
     """
@@ -43,24 +45,26 @@ class WeightServiceStub:
     An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
     Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
     """
-    TransferBucket: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.TransferBucketRequest, _weight_service_pb2.TransferBucketResponse]
-    """Receives one bucket over the collective of the group. Blocks until the bucket is loaded.
-    Errors: TRANSFER_FAILED (the engine is STALE now).
+    TransferWeights: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.TransferWeightsRequest, _weight_service_pb2.TransferWeightsResponse]
+    """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
+    Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
     """
     CommitUpdate: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.CommitUpdateRequest, _weight_service_pb2.CommitUpdateResponse]
-    """Compares checksums of what the engine now holds; on a match the version becomes visible and
+    """Activates what was staged and compares checksums of what the engine now holds; on a match the version becomes visible and
     generation continues. Errors: CHECKSUM_MISMATCH (names the tensors; the engine is STALE now).
     """
     AbortUpdate: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.AbortUpdateRequest, _weight_service_pb2.AbortUpdateResponse]
-    """Leaves the group. The engine keeps its old version if no bucket arrived, else it is STALE.
+    """Leaves the group. The engine keeps its old version if its weights were not touched, else it is STALE.
     Aborting an unknown or older epoch is not an error.
     """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
-    """The rollout side of a weight update. The trainer calls Prepare, then TransferBucket for every
-    bucket, then Commit, or Abort at any point. Every message carries the epoch of its update; a
-    message with an older epoch than the engine has seen is refused: that is the fence.
+    """The rollout side of a weight update. The trainer calls Prepare, then Transfer, then Commit, or Abort
+    at any point. Every message carries the epoch of its update; a message with an older epoch than the
+    engine has seen is refused: that is the fence.
+    An engine that can stage receives the new weights beside those it serves and stands still in Commit
+    alone; any other is paused from the first byte on.
     Common error reasons: FENCED (FAILED_PRECONDITION), ENGINE_NOT_FOUND (NOT_FOUND),
     ENGINE_UNAVAILABLE (UNAVAILABLE), EPOCH_NOT_PREPARED (FAILED_PRECONDITION).
     """
@@ -71,23 +75,25 @@ class WeightServiceAsyncStub(WeightServiceStub):
     An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
     Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
     """
-    TransferBucket: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.TransferBucketRequest, _weight_service_pb2.TransferBucketResponse]  # type: ignore[assignment]
-    """Receives one bucket over the collective of the group. Blocks until the bucket is loaded.
-    Errors: TRANSFER_FAILED (the engine is STALE now).
+    TransferWeights: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.TransferWeightsRequest, _weight_service_pb2.TransferWeightsResponse]  # type: ignore[assignment]
+    """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
+    Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
     """
     CommitUpdate: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.CommitUpdateRequest, _weight_service_pb2.CommitUpdateResponse]  # type: ignore[assignment]
-    """Compares checksums of what the engine now holds; on a match the version becomes visible and
+    """Activates what was staged and compares checksums of what the engine now holds; on a match the version becomes visible and
     generation continues. Errors: CHECKSUM_MISMATCH (names the tensors; the engine is STALE now).
     """
     AbortUpdate: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.AbortUpdateRequest, _weight_service_pb2.AbortUpdateResponse]  # type: ignore[assignment]
-    """Leaves the group. The engine keeps its old version if no bucket arrived, else it is STALE.
+    """Leaves the group. The engine keeps its old version if its weights were not touched, else it is STALE.
     Aborting an unknown or older epoch is not an error.
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The rollout side of a weight update. The trainer calls Prepare, then TransferBucket for every
-    bucket, then Commit, or Abort at any point. Every message carries the epoch of its update; a
-    message with an older epoch than the engine has seen is refused: that is the fence.
+    """The rollout side of a weight update. The trainer calls Prepare, then Transfer, then Commit, or Abort
+    at any point. Every message carries the epoch of its update; a message with an older epoch than the
+    engine has seen is refused: that is the fence.
+    An engine that can stage receives the new weights beside those it serves and stands still in Commit
+    alone; any other is paused from the first byte on.
     Common error reasons: FENCED (FAILED_PRECONDITION), ENGINE_NOT_FOUND (NOT_FOUND),
     ENGINE_UNAVAILABLE (UNAVAILABLE), EPOCH_NOT_PREPARED (FAILED_PRECONDITION).
     """
@@ -104,13 +110,13 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def TransferBucket(
+    def TransferWeights(
         self,
-        request: _weight_service_pb2.TransferBucketRequest,
+        request: _weight_service_pb2.TransferWeightsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_weight_service_pb2.TransferBucketResponse, _abc.Awaitable[_weight_service_pb2.TransferBucketResponse]]:
-        """Receives one bucket over the collective of the group. Blocks until the bucket is loaded.
-        Errors: TRANSFER_FAILED (the engine is STALE now).
+    ) -> _typing.Union[_weight_service_pb2.TransferWeightsResponse, _abc.Awaitable[_weight_service_pb2.TransferWeightsResponse]]:
+        """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
+        Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
         """
 
     @_abc_1.abstractmethod
@@ -119,7 +125,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_service_pb2.CommitUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_service_pb2.CommitUpdateResponse, _abc.Awaitable[_weight_service_pb2.CommitUpdateResponse]]:
-        """Compares checksums of what the engine now holds; on a match the version becomes visible and
+        """Activates what was staged and compares checksums of what the engine now holds; on a match the version becomes visible and
         generation continues. Errors: CHECKSUM_MISMATCH (names the tensors; the engine is STALE now).
         """
 
@@ -129,7 +135,7 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_service_pb2.AbortUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_service_pb2.AbortUpdateResponse, _abc.Awaitable[_weight_service_pb2.AbortUpdateResponse]]:
-        """Leaves the group. The engine keeps its old version if no bucket arrived, else it is STALE.
+        """Leaves the group. The engine keeps its old version if its weights were not touched, else it is STALE.
         Aborting an unknown or older epoch is not an error.
         """
 
