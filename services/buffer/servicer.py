@@ -21,6 +21,7 @@ from services.buffer.core.waiting import ahead
 from services.buffer.pack import pack_groups, pack_partial_groups
 from services.common.convert import prompt_to_proto
 from services.common.errors import invalid_field
+from services.common.fault_points import reach_async
 
 _ANSWER_SECONDS = 0.5
 _LONGEST_WAIT = 600.0
@@ -117,7 +118,9 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
         """Stores finished groups."""
         count = await self._buffer.samples_per_group(request.run_id)
         packed = pack_groups(request.groups, request.run_id, count)
-        return convert.put_results_to_proto(await self._buffer.put_groups(request.run_id, packed))
+        results = await self._buffer.put_groups(request.run_id, packed)
+        await reach_async("buffer.after_put")
+        return convert.put_results_to_proto(results)
 
     async def PutSidePayload(self, request, context):
         """Stores rows of a side payload."""
@@ -154,6 +157,7 @@ class BufferServicer(buffer_service_pb2_grpc.BufferServiceServicer):
     async def CommitStep(self, request, context):
         """Marks a step's groups CONSUMED."""
         count = await self._buffer.commit_step(request.run_id, request.trainer_epoch, request.step)
+        await reach_async("buffer.after_commit_step")
         return pb.CommitStepResponse(group_count=count)
 
     async def RecordCheckpoint(self, request, context):

@@ -18,6 +18,7 @@ from tetrarch.common.v1 import sample_pb2
 
 from services.common.channel import translate_errors
 from services.common.convert import group_to_proto, prompt_from_proto, sample_from_proto
+from services.common.fault_points import reach_async
 from services.common.records import Group, Prompt
 from services.rollout.core.ports import ActiveRun, Lease, PutResult
 
@@ -70,6 +71,8 @@ class GrpcBuffer:
         )
         async with translate_errors():
             response = await self._buffer.LeasePrompts(request, timeout=max_wait + _CALL_SLACK)
+        if response.leases:
+            await reach_async("node.holding_leases")
         return [
             Lease(
                 item.lease_id,
@@ -112,6 +115,7 @@ class GrpcBuffer:
         )
         async with translate_errors():
             response = await self._buffer.PutGroups(request)
+        await reach_async("node.mid_put")
         name = buffer_service_pb2.PutOutcome.Name
         return [
             PutResult(item.group_id, name(item.outcome).removeprefix("PUT_OUTCOME_"), item.message)

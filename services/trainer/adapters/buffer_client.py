@@ -25,6 +25,7 @@ from tetrarch.buffer.v1 import (
 
 from services.common.channel import service_error
 from services.common.errors import Code, ServiceError
+from services.common.fault_points import reach_async
 from services.common.sample_rows import sample_rows
 from services.common.telemetry import get_logger
 from services.trainer import convert
@@ -107,16 +108,23 @@ class GrpcBuffer:
             run_id=run_id, trainer_epoch=epoch, step=step, group_count=group_count, max_wait=wait
         )
         response = await self._call(self._buffer.TakeBatch, request, max_wait + _CALL_SECONDS)
-        return convert.batch_from_proto(response) if response.samples else None
+        if not response.samples:
+            return None
+        await reach_async("trainer.before_optimizer")
+        return convert.batch_from_proto(response)
 
     async def commit_step(self, run_id: str, epoch: int, step: int) -> int:
         """Groups consumed."""
         request = buffer_service_pb2.CommitStepRequest(run_id=run_id, trainer_epoch=epoch, step=step)
-        return (await self._call(self._buffer.CommitStep, request)).group_count
+        await reach_async("trainer.after_optimizer")
+        answer = await self._call(self._buffer.CommitStep, request)
+        await reach_async("trainer.after_commit_step")
+        return answer.group_count
 
     async def record_checkpoint(self, run_id: str, epoch: int, step: int, path: str) -> None:
         """The state after `step` is safe."""
         request = buffer_service_pb2.RecordCheckpointRequest(run_id=run_id, trainer_epoch=epoch, step=step, path=path)
+        await reach_async("trainer.after_checkpoint")
         await self._call(self._buffer.RecordCheckpoint, request)
 
     async def restore_run(self, run_id: str, epoch: int, step: int) -> tuple[int, int]:

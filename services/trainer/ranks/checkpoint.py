@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from torch.distributed.checkpoint.api import CheckpointException
 
 from services.common.errors import Code, ServiceError
+from services.common.fault_points import reach
 from services.trainer.ranks.policy import Policy
 
 _LATEST = "latest"
@@ -58,6 +59,7 @@ class _InProcessWriter(filesystem_async.FileSystemWriterAsync):
                 outcome = written
                 break
             outcome[index] = written
+            reach("rank.mid_checkpoint")
         results.put(outcome)
 
 
