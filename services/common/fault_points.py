@@ -1,9 +1,10 @@
 """Named moments at which a test, a benchmark or the soak may strike a process: `reach("trainer.before_prepare")`.
 
-Inert unless TETRARCH_FAULT_DIR names a directory. A point is armed by a file DIR/NAME holding a JSON object of labels
-that must match ({} matches all). The first process that reaches it with matching labels takes it, by renaming the file
-to NAME.reached and writing its pid, process group and time into it, and stands still on that thread until the file is
-gone. Whoever armed it then kills, stops or lets go the process, by pid. Knows no service.
+Inert unless TETRARCH_FAULT_DIR names a directory. A point is armed by a file DIR/NAME, or DIR/NAME@ANYTHING for several
+at a time, holding a JSON object of labels that must match ({} matches all). The first process that reaches it with
+matching labels takes it, by renaming the file to FILE.reached and writing its pid, process group and time into it, and
+stands still on that thread until that file is gone. Whoever armed it then kills, stops or lets go the process, by pid.
+Knows no service.
 
 Invariants: one arming holds up one process once; a hold ends after `_HOLD_SECONDS` whatever happens.
 """
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "TETRARCH_FAULT_DIR"
+REACHED = ".reached"
 _HOLD_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
@@ -39,18 +41,26 @@ def _take(name: str, labels: dict[str, str]) -> tuple[Path, float] | None:
     directory = os.environ.get(VARIABLE)
     if not directory:
         return None
-    armed, reached = Path(directory) / name, Path(directory) / f"{name}.reached"
+    armed = [Path(directory) / name, *Path(directory).glob(f"{name}@*")]
+    for file in armed:
+        if file.suffix != REACHED and _claim(file, labels):
+            return file.with_name(file.name + REACHED), time.monotonic() + _HOLD_SECONDS
+    return None
+
+
+def _claim(file: Path, labels: dict[str, str]) -> bool:
+    """True when the file matches and no other process was faster."""
+    mine = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        wanted = json.loads(armed.read_text())
+        wanted = json.loads(file.read_text())
         if any(labels.get(key) != value for key, value in wanted.items()):
-            return None
-        mine = Path(directory) / f"{name}.{os.getpid()}"
-        os.rename(armed, mine)  # one of several processes succeeds
-        mine.write_text(json.dumps({"pid": os.getpid(), "pgid": os.getpgid(0), "time": time.time()} | labels))
-        os.rename(mine, reached)
+            return False
+        os.rename(file, mine)
     except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    return reached, time.monotonic() + _HOLD_SECONDS
+        return False
+    mine.write_text(json.dumps({"pid": os.getpid(), "pgid": os.getpgid(0), "time": time.time()} | labels))
+    os.rename(mine, file.with_name(file.name + REACHED))
+    return True
 
 
 def _held(reached: Path, deadline: float) -> bool:
