@@ -2,17 +2,18 @@
 
 Knows processes and when they are ready, nothing of what they do.
 
-Invariants: a tier counts as started only when it is ready; one that dies is started again after a growing
-pause, a bounded number of times; every wait has a deadline; nothing outlives the supervisor (see ManagedProcess).
+Invariants: a tier counts as started only when it is ready; one that dies is started again at once, and after a growing
+pause when it dies again before it was of any use, a bounded number of times in a row; every wait has a deadline;
+nothing outlives the supervisor (see ManagedProcess).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,14 +39,18 @@ class Tier:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long and how often the supervisor tries. Seconds."""
+    """How long and how often the supervisor tries. Seconds.
+
+    A tier that was ready for `stable` seconds owes nothing for earlier deaths: however often something strikes it from
+    outside, it is started again. `restarts` bounds the deaths in a row of one that was not.
+    """
 
     start: float = 90.0
     first_pause: float = 0.5
     longest_pause: float = 10.0
     restarts: int = 5
-    window: float = 120.0
-    poll: float = 0.2
+    stable: float = 5.0
+    poll: float = 0.1
 
 
 class TierFailed(Exception):
@@ -161,23 +166,24 @@ class Supervisor:
 
     async def _keep(self, tier: Tier) -> None:
         """Starts a tier again whenever it dies, until that happens too often."""
-        patience, deaths = self._patience, deque[float]()
+        patience, deaths, ready_at = self._patience, 0, time.monotonic()
         while True:
             process = self._processes[tier.name]
             status = await process.wait()
-            await process.stop(0)  # whatever it left behind in its group
-            now = time.monotonic()
-            deaths.append(now)
-            while now - deaths[0] > patience.window:
-                deaths.popleft()
-            if len(deaths) > patience.restarts:
-                self._give_up(self._about(process, f"{tier.name} died {len(deaths)} times in {patience.window:.0f} s"))
+            deaths = 1 if time.monotonic() - ready_at >= patience.stable else deaths + 1
+            if deaths > patience.restarts:
+                self._give_up(self._about(process, f"{tier.name} died {deaths} times in a row"))
                 return
-            pause = min(patience.longest_pause, patience.first_pause * 2 ** (len(deaths) - 1))
-            self._on_note(f"{tier.name} ended ({_status(status)}); starting it again in {pause:.1f} s.")
+            pause = min(patience.longest_pause, patience.first_pause * 2 ** (deaths - 2)) if deaths > 1 else 0.0
+            self._on_note(
+                f"{tier.name} ended ({_status(status)}); starting it again{f' in {pause:.1f} s' if pause else ''}."
+            )
+            await process.stop(0)  # whatever it left behind in its group
             await asyncio.sleep(pause)
-            with contextlib.suppress(TierFailed):  # a failed start is one more death, counted above
+            ready_at = math.inf  # a failed start is one more death
+            with contextlib.suppress(TierFailed):
                 await self._launch(tier)
+                ready_at = time.monotonic()
                 self._on_note(f"{tier.name} is back.")
                 continue
             await self._processes[tier.name].stop(0)
