@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -182,8 +183,19 @@ def update_request(message: weight_service_pb2.PrepareUpdateRequest) -> UpdateRe
             nccl_version=message.nccl_version,
             collective_env=dict(message.collective_env),
         ),
-        tensors=tensor_specs(message.tensors),
+        buckets=_buckets(message),
     )
+
+
+def _buckets(message: weight_service_pb2.PrepareUpdateRequest) -> tuple[tuple[TensorSpec, ...], ...]:
+    """The tensors of each bucket of the plan."""
+    specs, counts = tensor_specs(message.tensors), list(message.bucket_tensor_counts)
+    if min(counts, default=0) < 1 or sum(counts) != len(specs):
+        raise invalid_field(
+            "bucket_tensor_counts", counts[:10], f"every bucket holds a tensor and all together {len(specs)}"
+        )
+    ends = list(itertools.accumulate(counts))
+    return tuple(specs[end - count : end] for count, end in zip(counts, ends, strict=True))
 
 
 def rules_to_proto(rules: Iterable[ChecksumRule]) -> list[weight_service_pb2.ChecksumRule]:
@@ -234,11 +246,3 @@ def _result_to_proto(result: EvaluationResult) -> rollout_service_pb2.EvaluateRe
         seconds=result.seconds,
         examples=[sample_to_proto(sample, with_tensors=False) for sample in result.examples],
     )
-
-
-_ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    return _ITEM_BYTES[dtype]

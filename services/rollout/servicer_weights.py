@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import grpc
 from tetrarch.rollout.v1 import weight_service_pb2, weight_service_pb2_grpc
 
@@ -43,14 +41,12 @@ class WeightServicer(weight_service_pb2_grpc.WeightServiceServicer):
             checksum_algorithm=algorithm, checksum_rules=convert.rules_to_proto(rules)
         )
 
-    async def TransferBucket(
-        self, request: weight_service_pb2.TransferBucketRequest, context: grpc.aio.ServicerContext
+    async def TransferWeights(
+        self, request: weight_service_pb2.TransferWeightsRequest, context: grpc.aio.ServicerContext
     ):
         """See the contract."""
-        specs = convert.tensor_specs(request.tensors)
-        await self._updates("").receive(request.engine_id, request.update_epoch, specs, self._timeout(context))
-        received = sum(math.prod(spec.shape) * convert.item_bytes(spec.dtype) for spec in specs)
-        return weight_service_pb2.TransferBucketResponse(received_bytes=received)
+        result = await self._updates("").transfer(request.engine_id, request.update_epoch, self._timeout(context))
+        return weight_service_pb2.TransferWeightsResponse(received_bytes=result.received_bytes, seconds=result.seconds)
 
     async def CommitUpdate(self, request: weight_service_pb2.CommitUpdateRequest, context: grpc.aio.ServicerContext):
         """See the contract."""

@@ -13,6 +13,7 @@ Invariants every adapter keeps:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ CHECKSUM_ALGORITHM = "sha256-64"
 """First 8 bytes of SHA-256 over a tensor's bytes: engines on the CPU."""
 TILED_CHECKSUM_ALGORITHM = "sglang-tiled-64"
 """SGLang's own hash of a tensor on a GPU; `services.trainer.ranks.checksums` defines it."""
+ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
+"""Bytes of one element by dtype."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 
@@ -155,6 +158,11 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def byte_count(self) -> int:
+        """Its size on the wire."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

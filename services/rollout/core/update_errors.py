@@ -30,7 +30,7 @@ def transfer_failed(slot: EngineSlot, why: str) -> ServiceError:
     return ServiceError(
         Code.INTERNAL,
         "TRANSFER_FAILED",
-        f"Engine {slot.engine_id} did not receive a bucket and is STALE now: {why}",
+        f"Engine {slot.engine_id} did not receive the weights and is STALE now: {why}",
         engine_id=slot.engine_id,
     )
 

@@ -1,4 +1,4 @@
-"""The engine's side of a weight update: Prepare, TransferBucket, Commit or Abort.
+"""The engine's side of a weight update: Prepare, Transfer, Commit or Abort.
 
 Knows engines through their port and nothing of gRPC. Invariants:
 - An epoch older than the newest one an engine has seen is refused (FENCED); an epoch prepares an engine once.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,7 +44,21 @@ class UpdateRequest:
     version: int
     group: GroupSpec
     trainer: TrainerSide
-    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[tuple[TensorSpec, ...], ...]
+    """The plan: the tensors of each flat byte tensor that is sent, in order."""
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All tensors in order."""
+        return tuple(spec for bucket in self.buckets for spec in bucket)
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """`seconds`: from the first byte that was asked for to the last that was there."""
+
+    received_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -146,19 +160,26 @@ class WeightUpdates:
         slot.group = group
         await self._call(update, slot.alive.join_group(group, timeout), timeout)
 
-    async def receive(self, engine_id: str, epoch: int, specs: Sequence[TensorSpec], timeout: float) -> None:
-        """Receives one bucket. On any failure the engine is STALE and TRANSFER_FAILED is raised."""
+    async def transfer(self, engine_id: str, epoch: int, timeout: float) -> TransferResult:
+        """Receives every bucket of the plan. On any failure the engine is STALE and TRANSFER_FAILED is raised."""
         slot = self._fleet.slot(engine_id)
         async with self._step(slot, self._lanes[engine_id], epoch, "a bucket did not arrive") as update:
-            engine = slot.alive
             try:
-                if not update.opened:
-                    await self._open(slot, update)
-                update.touched = True
-                slot.version, slot.incoming = 0, update.request.version
-                await self._call(update, engine.receive_bucket(specs, update.request.group.name, timeout), timeout)
+                return await self._receive_all(slot, update, timeout)
             except ServiceError as error:
                 raise transfer_failed(slot, str(error)) from error
+
+    async def _receive_all(self, slot: EngineSlot, update: _Update, timeout: float) -> TransferResult:
+        engine, request = slot.alive, update.request
+        if not update.opened:
+            await self._open(slot, update)
+        update.touched = True
+        slot.version, slot.incoming = 0, request.version
+        begun = time.monotonic()
+        for bucket in request.buckets:
+            left = max(0.1, timeout - (time.monotonic() - begun))
+            await self._call(update, engine.receive_bucket(bucket, request.group.name, left), left)
+        return TransferResult(sum(spec.byte_count for spec in request.tensors), time.monotonic() - begun)
 
     async def commit(
         self, engine_id: str, epoch: int, version: int, expected: Mapping[str, str], timeout: float
@@ -173,7 +194,7 @@ class WeightUpdates:
                 raise ServiceError(
                     Code.FAILED_PRECONDITION,
                     "EPOCH_NOT_PREPARED",
-                    f"Engine {engine_id} got no bucket in update {epoch}: send the tensors before Commit.",
+                    f"Engine {engine_id} got no weights in update {epoch}: call TransferWeights before CommitUpdate.",
                     engine_id=engine_id,
                     update_epoch=epoch,
                 )
@@ -209,6 +230,8 @@ class WeightUpdates:
         try:
             async with lane.lock:
                 update = self._update_of(slot, lane, epoch)
+                if update.watchdog is not None:
+                    update.watchdog.cancel()  # it is here
                 yield update
                 if lane.update is update:
                     self._watch(slot, lane, update)

@@ -77,7 +77,7 @@ async def test_a_commit_can_be_repeated(client):
     engine = await first_engine(client)
     update = new_update(client, engine, 1)
     await update.prepare()
-    await update.send(3)
+    await update.send()
     first = await update.commit()
     assert first == await client.weights.CommitUpdate(update.commit_request())
     assert first.verified_tensor_count == len(update.rules) > 0
@@ -174,9 +174,10 @@ async def test_an_abort_after_a_bucket_leaves_the_engine_stale(client):
     await push(client, engine, 1)
     update = new_update(client, engine, 2)
     await update.prepare()
-    await update.send(only=0)
+    transfer = await update.send_half()
     assert await state_of(client) == UPDATING
     await update.abort()
+    assert "TRANSFER_FAILED" in await refused(transfer)
     engine = (await client.engines(STALE, 2))[0]
     assert not await served(client)
     await push(client, engine, 2)
@@ -191,8 +192,9 @@ async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update
     newer = new_update(client, engine, 2)
     await newer.prepare()
     silent.rank.leave()
-    await newer.send(only=0)
+    transfer = await newer.send_half()
     assert await state_of(client) == UPDATING
+    assert "TRANSFER_FAILED" in await refused(transfer)
     engine = (await client.engines(STALE, 2, seconds=30))[0]  # nothing more came
     newer.rank.leave()
     await push(client, engine, 3)
@@ -235,8 +237,9 @@ async def test_an_engine_killed_in_a_transfer_fails_that_update_alone(client):
     await push(client, engines[1], 1)
     update = new_update(client, engines[0], 1)
     await update.prepare()
-    await update.send(only=0)
+    transfer = await update.send_half()
     os.killpg(engines[0].pid, signal.SIGKILL)
+    assert "TRANSFER_FAILED" in await refused(transfer)
     sentence = await refused(client.weights.CommitUpdate(update.commit_request()))
     assert sentence.split(":")[0] in ("ENGINE_UNAVAILABLE", "EPOCH_NOT_PREPARED")
     update.rank.leave()

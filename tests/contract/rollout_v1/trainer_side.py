@@ -26,6 +26,7 @@ class Update:
     group: TrainerSide | None = None
     """A group that stands; a new one when not given."""
     rules: list = field(default_factory=list)
+    bucket_count: int = 2
 
     def __post_init__(self) -> None:
         self.rank = self.group or TrainerSide(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
@@ -45,6 +46,7 @@ class Update:
             "rank_offset": 1,
             "torch_version": torch.__version__,
             "tensors": specs(self.tensors.items()),
+            "bucket_tensor_counts": [len(bucket) for bucket in self.buckets],
         }
         return pb2.PrepareUpdateRequest(**(values | changes))
 
@@ -55,24 +57,35 @@ class Update:
         assert answer.checksum_algorithm == "sha256-64"
         self.rules = list(answer.checksum_rules)
 
-    async def send(self, count: int = 2, only: int | None = None) -> None:
-        """All buckets, or one of them."""
-        items = list(self.tensors.items())
-        size = -(-len(items) // count)
-        for index in range(count) if only is None else (only,):
-            part = items[index * size : (index + 1) * size]
-            request = pb2.TransferBucketRequest(
-                engine_id=self.engine.engine_id,
-                update_epoch=self.epoch,
-                bucket_index=index,
-                bucket_count=count,
-                tensors=specs(part),
-            )
-            answer, _ = await asyncio.gather(
-                self.client.weights.TransferBucket(request, timeout=20),
-                asyncio.to_thread(self.rank.send, dict(part)),
-            )
-            assert answer.received_bytes == sum(tensor.nbytes for _, tensor in part)
+    @property
+    def buckets(self) -> list[dict[str, torch.Tensor]]:
+        """What travels in each bucket."""
+        items, size = list(self.tensors.items()), -(-len(self.tensors) // self.bucket_count)
+        return [dict(items[start : start + size]) for start in range(0, len(items), size)]
+
+    async def send(self) -> pb2.TransferWeightsResponse:
+        """All buckets."""
+        transfer = asyncio.ensure_future(self.transfer())
+        for index in range(len(self.buckets)):
+            await self.send_bucket(index)
+        answer = await transfer
+        assert answer.received_bytes == sum(tensor.nbytes for tensor in self.tensors.values())
+        return answer
+
+    async def send_half(self) -> asyncio.Future:
+        """The first of two buckets; → the engine's side, which waits for the other."""
+        transfer = asyncio.ensure_future(self.transfer())
+        await self.send_bucket(0)
+        return transfer
+
+    async def transfer(self) -> pb2.TransferWeightsResponse:
+        """The engine's side alone."""
+        request = pb2.TransferWeightsRequest(engine_id=self.engine.engine_id, update_epoch=self.epoch)
+        return await self.client.weights.TransferWeights(request, timeout=20)
+
+    async def send_bucket(self, index: int) -> None:
+        """The trainer's side of one bucket."""
+        await asyncio.to_thread(self.rank.send, self.buckets[index])
 
     def _checksum(self, rule) -> str:
         data = b"".join(tensor_bytes(self.tensors[name]) for name in rule.source_names)

@@ -86,12 +86,12 @@ class Node:
         self.epoch += 1
         spec = GroupSpec(group, "gloo", "127.0.0.1", 9, 2, 1)
         trainer = TrainerSide("gloo", "")
-        request = UpdateRequest("n-0", self.slot.incarnation, self.epoch, self.epoch, spec, trainer, TENSORS)
+        request = UpdateRequest("n-0", self.slot.incarnation, self.epoch, self.epoch, spec, trainer, (TENSORS,))
         return await self.updates.prepare(request, 2.0)
 
     async def update(self, group: str) -> None:
         await self.prepare(group)
-        await self.updates.receive("n-0", self.epoch, TENSORS, 2.0)
+        await self.updates.transfer("n-0", self.epoch, 2.0)
         await self.updates.commit("n-0", self.epoch, self.epoch, {"a": "1"}, 2.0)
 
 
@@ -125,7 +125,7 @@ async def test_an_abort_ends_the_group_before_and_after_a_bucket(where):
     await node.update("g1")
     await node.prepare("g1")
     if where == "after":
-        await node.updates.receive("n-0", node.epoch, TENSORS, 2.0)
+        await node.updates.transfer("n-0", node.epoch, 2.0)
     await node.updates.abort("n-0", node.epoch, "test")
     assert node.engine.groups == []
     assert node.slot.state is (EngineState.READY if where == "before" else EngineState.STALE)
@@ -193,14 +193,14 @@ async def test_a_prepare_that_was_overtaken_leaves_the_newer_update_alone():
         await older
     assert caught.value.reason == "FENCED"
     assert node.engine.groups == ["g2"]
-    await node.updates.receive("n-0", 2, TENSORS, 2.0)
+    await node.updates.transfer("n-0", 2, 2.0)
 
 
 async def test_a_run_made_anew_under_its_old_name_uses_group_names_again():
     node = Node()
     await node.update("g1")
     await node.update("g2")
-    await node.fleet.begin_run()
+    await node.fleet.begin_run("r", "made anew")
     node.epoch = 0
     await node.update("g1")
     assert node.engine.groups == ["g1"]
