@@ -104,6 +104,7 @@ class Fleet:
         self.router = router
         self.slots = [EngineSlot(f"{node_id}-{index}", index) for index in range(engine_count)]
         self.problem = ""
+        self._run = ("", "")
         self._routed: set[str] = set()
         self._serving = asyncio.Event()
 
@@ -203,12 +204,14 @@ class Fleet:
             except ServiceError as error:
                 log.warning("engine did not abort its requests", engine=slot.engine_id, error=str(error))
 
-    async def begin_run(self) -> None:
-        """A new run: what the engines hold is no version of it, and its update epochs start over, with the group names
-        made of them."""
+    async def begin_run(self, run_id: str, birth: str) -> None:
+        """A run is taken: what the engines hold is no version of it. Update epochs of another run start over, with the
+        group names made of them; those of a run that is taken again go on, and with them the fences."""
+        another, self._run = (run_id, birth) != self._run, (run_id, birth)
         for slot in self.slots:
-            slot.fence = 0
-            slot.groups_left.clear()
+            if another:
+                slot.fence = 0
+                slot.groups_left.clear()
             if slot.state in (EngineState.READY, EngineState.UPDATING):
                 await self.invalidate(slot)
 

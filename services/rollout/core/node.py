@@ -158,7 +158,7 @@ class Node:
             return
         await self._leave_run()
         try:
-            await self._take(self._outside.read_run(run))
+            await self._take(self._outside.read_run(run), run.birth)
         except ServiceError as error:
             await self._stop_engines()
             if error.code in _FINAL:
@@ -166,7 +166,7 @@ class Node:
             self._problem = f"Run {run.run_id} cannot be served: {error}"
             log.warning("run cannot be served", run=run.run_id, error=str(error))
 
-    async def _take(self, run: RunSettings) -> None:
+    async def _take(self, run: RunSettings, birth: str) -> None:
         check_function(run)
         make_filter(run)
         await asyncio.to_thread(check_replay, run)
@@ -176,15 +176,15 @@ class Node:
             await self._stop_engines()
         else:
             fleet = await self._engines_for(run.fleet)
+            await fleet.begin_run(run.run_id, birth)
         services = Services(self._outside.buffer, self._outside.scorer, self.counters)
         self.session = RunSession(run, services, tokenizer, fleet)
         self.session.start()
         log.info("run taken", run=run.run_id, engines=len(self.slots), supervised=run.sft)
 
     async def _engines_for(self, settings: FleetSettings) -> Fleet:
-        """Running engines with equal settings, at no version of the new run; else new ones."""
+        """Running engines with equal settings; else new ones."""
         if self._engines is not None and self._engines.settings == settings:
-            await self._engines.fleet.begin_run()
             return self._engines.fleet
         await self._stop_engines()
         count = self._settings.engine_count or settings.engine_count

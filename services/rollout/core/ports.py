@@ -38,6 +38,8 @@ class ActiveRun:
 
     run_id: str
     spec_json: str
+    birth: str = ""
+    """Tells a run from another one of the same id, made anew."""
 
 
 class PromptBuffer(Protocol):
