@@ -23,6 +23,9 @@ _HERE = Path(__file__).resolve()
 _SERVICE_CONFIGS = next(
     path for path in (_HERE.parents[2] / "proto" / "service_config", _HERE.parent / "service_config") if path.is_dir()
 )
+KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 15, 10
+"""Servers refuse pings that come more often than every 10 s."""
+CONNECT_SECONDS = 3
 SERVICES = ("buffer", "reward", "rollout", "trainer", "sandbox")
 
 
@@ -41,11 +44,15 @@ def _options(service: str) -> list[tuple[str, object]]:
         ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        # A peer that is silent, its host gone or cut off, is given up after the sum of the two, or after the second
+        # alone when something was sent to it (gRPC sets TCP_USER_TIMEOUT to it).
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A restarted server is found again within a second.
+        # A restarted server is found again within a second. One attempt may take 20 s by default, and one that began
+        # while the network was cut would take all of them although it is mended.
         ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # Loopback and cluster addresses never go through a web proxy.
         ("grpc.enable_http_proxy", 0),

@@ -12,6 +12,7 @@ from tetrarch.rollout.v1 import rollout_service_pb2_grpc, weight_service_pb2_grp
 
 from services.common.channel import open_channel
 from services.common.errors import ServiceError
+from services.common.network import use_interface_of, with_reachable_host
 from services.common.server import GrpcServer
 from services.common.telemetry import get_logger
 from services.rollout import convert
@@ -43,7 +44,8 @@ class App:
     """
 
     def __init__(self, settings: RolloutNodeSettings) -> None:
-        self._settings = settings
+        self._settings = settings = with_reachable_host(settings, settings.buffer_address)
+        use_interface_of(settings.advertise_host or settings.host)
         self.server = GrpcServer(settings, "rollout")
         self._node_id = settings.node_id or f"{socket.gethostname()}-{settings.port or uuid.uuid4().hex[:6]}"
         self._channels = [

@@ -12,6 +12,7 @@ from tetrarch.trainer.v1 import trainer_service_pb2_grpc
 from services.common.channel import open_channel
 from services.common.devices import resolve_device
 from services.common.errors import ServiceError
+from services.common.network import use_interface_of, with_reachable_host
 from services.common.run_spec import RunSpec
 from services.common.server import GrpcServer
 from services.common.telemetry import get_logger
@@ -38,7 +39,9 @@ class App:
     """
 
     def __init__(self, settings: TrainerServiceSettings) -> None:
-        self._settings = settings
+        self._settings = settings = with_reachable_host(settings, settings.buffer_address)
+        self._host = settings.weights_host or settings.advertise_host or settings.host
+        use_interface_of(self._host)
         self.server = GrpcServer(settings, "trainer")
         self._channel = open_channel(settings.buffer_address, "buffer")
         self._buffer = GrpcBuffer(self._channel, settings.buffer_address, settings.buffer_patience)
@@ -60,7 +63,7 @@ class App:
         settings = self._settings
         return LoopSettings(
             buffer_address=settings.buffer_address,
-            address=settings.weights_host or settings.advertise_host or settings.host,
+            address=self._host,
             device=device,
             setup_timeout=settings.setup_timeout,
             step_timeout=settings.step_timeout,
