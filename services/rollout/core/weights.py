@@ -78,7 +78,7 @@ class _Update:
     rules: list[ChecksumRule]
     came_from: EngineState
     opened: bool = False
-    """begin_update was called."""
+    """begin_update was sent."""
     touched: bool = False
     paused_at: float | None = None
     running: asyncio.Task | None = None
@@ -252,8 +252,8 @@ class WeightUpdates:
         flushed = await self._call(update, engine.flush_cache(), self._timeout)
         if not flushed and self._pause_mode != "in_place":
             log.warning("prefix cache was not flushed before an update", engine=slot.engine_id)
+        update.opened = True  # also when the answer is lost: an engine begins no second one before an end
         await self._call(update, engine.begin_update(), self._timeout)
-        update.opened = True
 
     async def _verify(self, slot: EngineSlot, update: _Update, version: int, expected: Mapping[str, str]) -> None:
         engine = slot.alive
