@@ -112,6 +112,7 @@ class WeightUpdates:
         self._timeout = update_timeout
         self._lanes = {slot.engine_id: _Lane() for slot in fleet.slots}
         self._background: set[asyncio.Task] = set()
+        self._closed = False
 
     async def prepare(self, request: UpdateRequest, timeout: float) -> tuple[list[ChecksumRule], str]:
         """Fences older epochs, joins the weight group unless the engine is in it, returns how held tensors are made
@@ -132,6 +133,8 @@ class WeightUpdates:
             await self._give_up(slot, lane, lane.update, f"epoch {request.epoch} replaces it")
         if request.epoch < slot.fence or lane.update is not None:
             raise fenced(slot, request.epoch)
+        if self._closed:
+            raise unavailable(slot, "belongs to no run any more; list the engines again")
         lane.update = _Update(request, slot.incarnation, rules, slot.state)
         async with self._step(slot, lane, request.epoch, "the weight group was not joined") as update:
             await self._enter(slot, update, timeout)
@@ -215,7 +218,8 @@ class WeightUpdates:
             await self._give_up(slot, lane, lane.update, reason or "the trainer aborted it")
 
     async def close(self) -> None:
-        """Gives up what is under way."""
+        """Gives up what is under way; nothing begins after it."""
+        self._closed = True
         for engine_id, lane in self._lanes.items():
             if lane.update is not None:
                 await self._give_up(self._fleet.slot(engine_id), lane, lane.update, "the node leaves the run")
