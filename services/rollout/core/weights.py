@@ -130,7 +130,7 @@ class WeightUpdates:
             raise fenced(slot, request.epoch)
         slot.fence = request.epoch
         if lane.update is not None:
-            await self._give_up(slot, lane, lane.update, f"epoch {request.epoch} replaces it")
+            await self._ended(slot, lane, lane.update, f"epoch {request.epoch} replaces it")
         if request.epoch < slot.fence or lane.update is not None:
             raise fenced(slot, request.epoch)
         if self._closed:
@@ -215,7 +215,7 @@ class WeightUpdates:
         slot = self._fleet.slot(engine_id)
         lane = self._lanes[engine_id]
         if lane.update is not None and lane.update.request.epoch == epoch:
-            await self._give_up(slot, lane, lane.update, reason or "the trainer aborted it")
+            await self._ended(slot, lane, lane.update, reason or "the trainer aborted it")
 
     async def close(self) -> None:
         """Gives up what is under way; nothing begins after it."""
@@ -241,9 +241,9 @@ class WeightUpdates:
                     self._watch(slot, lane, update)
         except BaseException as error:
             if update is not None:
-                cleanup = self._later(self._give_up(slot, lane, update, f"{what}: {error or type(error).__name__}"))
+                ending = self._ended(slot, lane, update, f"{what}: {error or type(error).__name__}")
                 if isinstance(error, Exception):
-                    await asyncio.shield(cleanup)
+                    await ending
             raise
 
     async def _open(self, slot: EngineSlot, update: _Update) -> None:
@@ -293,6 +293,10 @@ class WeightUpdates:
         self._counters.pause_seconds += result.pause_seconds
         log.info("weights committed", engine=slot.engine_id, version=version, stood_still=round(paused, 3))
         return result
+
+    def _ended(self, slot: EngineSlot, lane: _Lane, update: _Update, why: str) -> asyncio.Future[object]:
+        """Gives an update up, to the end also when the caller does not wait for it."""
+        return asyncio.shield(self._later(self._give_up(slot, lane, update, why)))
 
     async def _give_up(self, slot: EngineSlot, lane: _Lane, update: _Update, why: str) -> None:
         """Ends the call in progress, then leaves the group in the state that is true."""
