@@ -43,6 +43,33 @@ def port_in_use(port: int, host: str = "127.0.0.1") -> bool:
     return False
 
 
+class _Log:
+    """The file of a child's output. A full disk costs lines; it must not keep the child from going on, as a pipe that
+    nobody reads would."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file = -1
+
+    def __enter__(self) -> _Log:
+        self.write("")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def write(self, text: str) -> None:
+        """Appends text if that is possible."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._file < 0:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(self._file, text.encode())
+
+
 class ManagedProcess:
     """A child process with its output.
 
@@ -104,11 +131,7 @@ class ManagedProcess:
     async def _read(self) -> None:
         assert self._process
         assert self._process.stdout
-        with contextlib.ExitStack() as stack:
-            log = None
-            if self._log_path:
-                self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                log = stack.enter_context(self._log_path.open("a", encoding="utf-8"))
+        with _Log(self._log_path) as log:
             while True:
                 try:
                     raw = await self._process.stdout.readline()
@@ -118,11 +141,10 @@ class ManagedProcess:
                     return
                 line = raw.decode("utf-8", "replace").rstrip()
                 self._lines.append(line)
-                if log:
-                    log.write(line + "\n")
-                    log.flush()
+                log.write(line + "\n")
                 if self._on_line:
-                    self._on_line(line)
+                    with contextlib.suppress(OSError):  # a terminal that is gone, a file on a full disk
+                        self._on_line(line)
 
     def tail(self, count: int = 20) -> list[str]:
         """Last lines of output."""

@@ -20,6 +20,9 @@ from services.common.errors import Code, ServiceError
 ROOT = "tetrarch:"
 _LUA = Path(__file__).parent / "lua"
 _FULL_RETRY_SECONDS = 5.0
+_DISK_RETRY_SECONDS = 1.0
+_REFUSES_WRITES = "MISCONF"
+"""The store's word when its append-only file, or its dump, cannot be written."""
 
 
 def run_prefix(run_id: str) -> str:
@@ -65,6 +68,10 @@ class Connection:
             yield
         except failures.OutOfMemoryError as error:
             raise self.full("has reached its maxmemory") from error
+        except failures.ResponseError as error:
+            if _REFUSES_WRITES not in str(error):
+                raise
+            raise await self._disk_full(str(error)) from error
         except failures.AuthenticationError as error:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
@@ -110,6 +117,23 @@ class Connection:
             f"The store at {self.address} {why}; raise it, or write checkpoints more often so that payloads are freed.",
             retry_seconds=_FULL_RETRY_SECONDS,
             address=self.address,
+        )
+
+    async def _disk_full(self, said: str) -> ServiceError:
+        """The error for a store that cannot write its files, and so takes no writes: usually its disk is full."""
+        directory = ""
+        with contextlib.suppress(failures.RedisError, OSError):
+            answer = await self.client.config_get("dir", **await self._one())
+            directory = answer.get("dir", "")
+        why = said[said.index(_REFUSES_WRITES) :].removeprefix(_REFUSES_WRITES).partition(" script:")[0].strip(" .,")
+        return ServiceError(
+            Code.RESOURCE_EXHAUSTED,
+            "STORE_DISK_FULL",
+            f"The store at {self.address} takes no writes until it can write its files"
+            f"{f' in {directory}' if directory else ''} again ({why}); make room there.",
+            retry_seconds=_DISK_RETRY_SECONDS,
+            address=self.address,
+            directory=directory,
         )
 
     async def _one(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The buffer over gRPC. Implements `ports.Buffer`.
 
-Every call is repeated while the buffer cannot be reached, up to a deadline: a restart of the buffer or of its store
+Every call is repeated while the buffer cannot be reached or its store is full, up to a deadline: a restart of either
 is no end of a run. That is safe: all calls are idempotent, or only skip a number when repeated.
 """
 
@@ -56,23 +56,28 @@ class GrpcBuffer:
         self._caller = f"{socket.gethostname()}-{os.getpid()}"
 
     async def _call(self, method, request, timeout: float = _CALL_SECONDS):
-        """Answer of a call. Raises ServiceError; UNAVAILABLE only after `patience` seconds."""
+        """Answer of a call. Raises ServiceError: BUFFER_UNREACHABLE, or of a full store, only after `patience` s."""
         deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:
                 return await method(request, timeout=timeout)
             except grpc.aio.AioRpcError as error:
                 failure = service_error(error)
-            if failure.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
+            # A store that is full, or whose disk is, takes no writes until there is room.
+            full = failure.code is Code.RESOURCE_EXHAUSTED and failure.retry_seconds is not None
+            if not full and failure.code not in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
                 raise failure
             if time.monotonic() > deadline:
+                if full:
+                    raise failure
                 raise ServiceError(
                     Code.UNAVAILABLE,
                     "BUFFER_UNREACHABLE",
                     f"The buffer at {self._address} did not answer for {self._patience:.0f} s: {failure.message}",
                     address=self._address,
                 ) from failure
-            log.warning("buffer does not answer, trying again", address=self._address, error=failure.message)
+            what = "takes no writes" if full else "does not answer"
+            log.warning(f"buffer {what}, trying again", address=self._address, error=failure.message)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -3,7 +3,7 @@
 Implements `ports.Journal`. metrics.jsonl has one JSON object a line: `event` (its line number), `kind`, `step`, `time`
 (Unix seconds), `message`, and every metric by name. Lines are only appended; a line of kind "restore" says that the
 run went on from its step, so that for every step the last line counts. A line cut by a crash is removed at the
-next start.
+next start. While the disk is full, lines wait in memory: the run goes on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from prometheus_client import Counter, Gauge
 from tensorboard.compat.proto.event_pb2 import Event as TensorBoardEvent
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from services.common.errors import Code, ServiceError
+from services.common.telemetry import get_logger
+from services.trainer.adapters.charts import Charts
 from services.trainer.core.progress import Event, Progress
+
+log = get_logger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 _OWN_KEYS = ("event", "kind", "step", "time", "message")
@@ -39,38 +43,66 @@ class RunJournal:
 
     Args:
         progress: receives every entry as an event.
+
+    Raises:
+        ServiceError: RUN_DIR_NOT_WRITABLE.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         directory = Path(progress.run_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / FILE_NAME
-        for event in read_events(path):
-            progress.add(event)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = EventFileWriter(str(directory / "tensorboard"), flush_secs=int(_FLUSH_SECONDS))
+        self._path = directory / FILE_NAME
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for event in read_events(self._path):
+                progress.add(event)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "RUN_DIR_NOT_WRITABLE",
+                f"run_dir {directory} on the trainer's host cannot be written: {error.strerror or error}.",
+                path=directory,
+            ) from error
+        self._unwritten = b""
+        self._told = False
+        self._charts = Charts(directory / "tensorboard")
         self._synced = 0.0
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float], message: str) -> None:
-        """Appends one entry."""
+        """Appends one entry. A disk that is full costs no entry: the file gets it when there is room."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        event = Event(len(self._progress.events) + 1, kind, step, finite, message)
-        self._append(event)
+        event = self._add(kind, step, finite, message)
         self._chart(event)
         _observe(self._progress, event)
-        self._progress.add(event)
+        problem = self._flush(sync=event.kind != "step")
+        if problem and not self._told:
+            text = f"{self._path} cannot be written ({problem}): its lines wait in memory until there is room"
+            log.warning(text)
+            self._add("notice", step, {}, text)
+        self._told = bool(problem)
 
-    def _append(self, event: Event) -> None:
+    def _add(self, kind: str, step: int, metrics: Mapping[str, float], message: str) -> Event:
+        event = Event(len(self._progress.events) + 1, kind, step, metrics, message)
         line: dict[str, Any] = {"event": event.number, "kind": event.kind, "step": event.step, "time": time.time()}
         line |= {"message": event.message} | dict(event.metrics)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(line).encode() + b"\n"
+        self._progress.add(event)
+        return event
+
+    def _flush(self, *, sync: bool) -> str:
+        """Writes what waits; → why it cannot, or an empty string."""
         now = time.monotonic()
-        # A crash of the host may cost seconds of history, never a step: the checkpoint has its own sync.
-        if event.kind != "step" or now - self._synced > _FLUSH_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = now
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            # A crash of the host may cost seconds of history, never a step: the checkpoint has its own sync.
+            if sync or now - self._synced > _FLUSH_SECONDS:
+                os.fsync(self._file)
+                self._synced = now
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def _chart(self, event: Event) -> None:
         """Scalars by `kind/name` over the number of steps done."""
@@ -82,14 +114,18 @@ class RunJournal:
             entry = TensorBoardEvent(wall_time=time.time(), step=steps, summary=Summary(value=values))
         else:
             return
-        self._board.add_event(entry)
+        try:
+            self._charts.write(entry)
+        except OSError as error:
+            log.debug("a chart has a gap", step=steps, error=str(error))
 
     def close(self) -> None:
-        """Flushes and closes the files."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._board.close()
+        """Writes what waits and closes the files; what cannot be written is lost, and said so."""
+        if problem := self._flush(sync=True):
+            lines = self._unwritten.count(b"\n")
+            log.warning(f"the last {lines} lines of {self._path} are lost: it cannot be written ({problem})")
+        os.close(self._file)
+        self._charts.close()
 
 
 def _observe(progress: Progress, event: Event) -> None:
