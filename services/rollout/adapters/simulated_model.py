@@ -1,8 +1,9 @@
 """The simulated engine's notion of time and tokens: no model, no HTTP, no torch.
 
 Requests advance together at a set rate, as in continuous batching. What a request answers depends only on seed,
-prompt, sample index and weight version, never on time or load; how long its answer is, on seed, prompt and
-index. The state follows SGLang's: waiting and running requests, three pause modes, a prefix cache, version spans.
+prompt, sample index and weight version (or the weights themselves), never on time or load; how long its answer is, on
+seed, prompt and index. The state follows SGLang's: waiting and running requests, three pause modes, a prefix cache,
+version spans.
 
 Invariant: a finished request has `len(tokens) == len(log_probs)` and spans that cover them.
 """
@@ -13,7 +14,7 @@ import asyncio
 import hashlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,6 +38,9 @@ class SimulatedSettings(StrictModel):
     """Requests decoded together; more wait."""
     seed: int = 0
     """Seed of tokens and lengths."""
+    tokens_follow: Literal["version", "weights"] = "version"
+    """What tokens change with: the number of the version, or the bytes of the weights, as a model's do. Equal weights
+    then answer alike whatever their number is."""
 
 
 @dataclass
@@ -75,6 +79,7 @@ class SimulatedModel:
         self.settings = settings
         self.vocab_size = vocab_size
         self.version = "default"
+        self._source = self.version
         self.running: dict[str, Request] = {}
         self.waiting: dict[str, Request] = {}
         self.paused = False
@@ -157,11 +162,11 @@ class SimulatedModel:
         self._cache.clear()
         return True
 
-    def set_version(self, version: str) -> None:
-        """Tokens from now on carry `version`."""
+    def set_version(self, version: str, fingerprint: str = "") -> None:
+        """Tokens from now on carry `version`, and follow it, or the fingerprint of the weights when one is given."""
         for request in self.running.values():
             self._settle(request)
-        self.version = version
+        self.version, self._source = version, fingerprint or version
         for request in self.running.values():
             request.planned = None
 
@@ -191,7 +196,7 @@ class SimulatedModel:
     def _plan(self, request: Request) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Tokens and log-probs [max_new] under the present version, where they end, and whether by a stop token."""
         if request.planned is None:
-            rng = self._rng(request, self.version)
+            rng = self._rng(request, self._source)
             tokens = rng.integers(0, self.vocab_size, request.max_new, dtype=np.int32)
             log_probs = -rng.gamma(2.0, 0.5, request.max_new).astype(np.float32)
             tokens[tokens == request.eos] = (request.eos + 1) % self.vocab_size

@@ -215,7 +215,9 @@ class SimulatedServer:
         body = await request.json()
         if body.get("abort_all_requests", True):
             self.model.abort_all()
-        self.model.set_version(str(body["new_version"]))
+        follows_weights = self.settings.tokens_follow == "weights"
+        fingerprint = await asyncio.to_thread(self.weights.fingerprint) if follows_weights else ""
+        self.model.set_version(str(body["new_version"]), fingerprint)
         return JSONResponse({"success": True, "message": "Version set.", "new_version": self.model.version})
 
     async def check(self, _request: Request) -> JSONResponse:

@@ -35,6 +35,10 @@ class HeldWeights:
         self._load()
         return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self._data.items()}
 
+    def fingerprint(self) -> str:
+        """One digest of all tensors: equal for equal weights."""
+        return hashlib.sha256(json.dumps(sorted(self.checksums().items())).encode()).hexdigest()
+
     def begin(self) -> None:
         """Open an update."""
         if self._open:
