@@ -117,7 +117,7 @@ class Undisciplined:
                 wire.broken.set()
                 return
             if self.wires.strike(0.03):
-                bucket = {name: f"flipped@{version}" for name in bucket}
+                bucket = dict.fromkeys(bucket, f"flipped@{version}")
             wire.wire.put_nowait(bucket)
 
     async def commit(self, trainer: int, epoch: int, engine_id: str) -> str:

@@ -305,7 +305,7 @@ class ScriptedEngine:
                         bucket = await group.take()
                 except (TimeoutError, ConnectionError) as error:
                     raise _refused(f"the broadcast failed: {error}") from None
-                process.held |= {name: "uninitialised" for name in bucket} if process.lies else bucket
+                process.held |= dict.fromkeys(bucket, "uninitialised") if process.lies else bucket
 
         await self._control(effect, timeout)
 

@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps to the next timer: hours of deadlines pass in milliseconds, in the same order every time.
+"""An event loop whose clock jumps to the next timer: hours of deadlines pass in milliseconds, in one order.
 
-For code that waits for nothing but asyncio; a thread or a socket in it would find the clock gone ahead. `time.monotonic`
-is the loop's clock while it runs.
+For code that waits for nothing but asyncio; a thread or a socket in it would find the clock gone ahead. Its clock
+is `time.monotonic` while it runs.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def run(main: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None)
         Deadlock: nobody would ever go on.
     """
     selector = _Selector(look)
-    with mock.patch.object(time, "monotonic", lambda: selector.now):
-        with asyncio.Runner(loop_factory=lambda: _Loop(selector)) as runner:
-            return runner.run(main)
+    with (
+        mock.patch.object(time, "monotonic", side_effect=lambda: selector.now),
+        asyncio.Runner(loop_factory=lambda: _Loop(selector)) as runner,
+    ):
+        return runner.run(main)
