@@ -22,7 +22,9 @@ CHANGEABLE = frozenset(
         # where it runs
         "run_dir", "rollout.device", "rollout.rollout_num_gpus", "rollout.rollout_num_gpus_per_engine",
         "rollout.sglang", "rollout.sglang_router", "rollout.sglang_router_strategy", "trainer.weight_group_size",
-        "trainer.update_weight_buffer_size",
+        "trainer.update_weight_buffer_size", "trainer.update_weight_transport", "trainer.update_weight_mode",
+        "trainer.update_weight_disk_dir", "trainer.update_weight_disk_keep_files",
+        "trainer.update_weight_local_checkpoint_dir", "trainer.update_weight_delta_encoding",
         # how long things may take
         "rollout.lease_ttl", "rollout.max_inflight", "rollout.generate_timeout", "rollout.use_fault_tolerance",
         "rollout.rollout_health_check_interval", "rollout.rollout_health_check_timeout", "reward.rm_timeout",

@@ -96,6 +96,21 @@ class TrainerSettings(StrictModel):
     """Bytes of a weight bucket."""
     weight_group_size: int = Field(default=1, ge=1)
     """Engines that share one communicator."""
+    update_weight_transport: Literal["collective", "disk"] = "collective"
+    """How weights travel to the engines: over a collective, or as files in update_weight_disk_dir. What fails takes the
+    other way when there is one."""
+    update_weight_mode: Literal["full", "delta"] = "full"
+    """Files of every tensor, or of what changed since the version before; delta needs the transport disk."""
+    update_weight_disk_dir: str | None = None
+    """Directory that the trainer and all rollout nodes see under this path. With the collective too: the published
+    version is kept there, and a node whose engine restarts while the trainer is down takes it from there."""
+    update_weight_disk_keep_files: bool = False
+    """Keep the files of old versions."""
+    update_weight_local_checkpoint_dir: str | None = None
+    """Where a rollout node keeps a copy of its own, brought up to date by deltas; not set: in its log directory for
+    deltas, and no copy for full files."""
+    update_weight_delta_encoding: Literal["overwrite", "xor"] = "overwrite"
+    """What a delta holds of a changed element: its new bytes, or new XOR old, which is smaller."""
     update_timeout: float = Field(default=60.0, gt=0)
     """Seconds until an engine that does not answer is left out of a weight update."""
     batch_timeout: float = Field(default=600.0, gt=0)
@@ -138,9 +153,29 @@ class TrainerSettings(StrictModel):
                 f"stale_policy {self.stale_policy!r} with stale_policy_path {self.stale_policy_path!r}: custom needs"
                 " the import path of a function, and only custom uses one"
             )
+        self._check_files()
         if self.kl_loss_coef and not self.use_kl_loss:
             raise ValueError(f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too")
         return self
+
+    def _check_files(self) -> None:
+        if self.update_weight_mode == "delta" and self.update_weight_transport != "disk":
+            raise ValueError(
+                "update_weight_mode delta needs update_weight_transport disk: a collective sends all tensors; set the"
+                " transport too, or leave the mode at full"
+            )
+        if self.update_weight_disk_dir:
+            return
+        local = self.update_weight_local_checkpoint_dir
+        needing = {
+            "update_weight_transport disk": self.update_weight_transport == "disk",
+            "update_weight_disk_keep_files": self.update_weight_disk_keep_files,
+            f"update_weight_local_checkpoint_dir {local}": bool(local),
+        }
+        for name in (name for name, given in needing.items() if given):
+            raise ValueError(
+                f"{name} needs update_weight_disk_dir, a directory that the trainer and all rollout nodes see"
+            )
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,7 @@ _PARALLEL = "the trainer is parallel over data and tensors (tensor_model_paralle
 _CRITIC = "there is no critic; advantage_estimator grpo needs none"
 _PLUGIN = "this hook does not exist; custom code goes in by custom_generate_function_path and custom_rm_path"
 _TIS = "importance sampling between engine and trainer is not built yet; their log-probs agree to 1e-4"
-_DISK = "weights travel over collectives and are verified by checksum; there is no transfer by disk"
+_CHECKSUM = "files of weights carry XXH3 checksums of 128 bits, and engines are verified by their own"
 _DEBUG = (
     "`tetrarch samples` shows what was generated, `tetrarch export-samples` writes a step to a file and"
     " save_debug_rollout_data every step, and load_debug_rollout_data trains it"
@@ -56,11 +56,8 @@ _BY_REASON: dict[str, str] = {
         "num_critic_only_steps value_clip gamma lambd critic_load critic_save critic_lr critic_num_nodes"
         " critic_num_gpus_per_node critic_lr_warmup_iters"
     ),
-    _DISK: (
-        "update_weight_mode update_weight_transport update_weight_disk_dir update_weight_disk_keep_files"
-        " update_weight_delta_encoding update_weight_delta_checksum update_weight_local_checkpoint_dir"
-        " custom_update_weight_post_write_path"
-    ),
+    _CHECKSUM: "update_weight_delta_checksum",
+    "files of weights become visible by one rename; watch for manifest.json": "custom_update_weight_post_write_path",
     _PLUGIN: (
         "rollout_function_path eval_function_path rollout_sample_hook_path custom_rollout_log_function_path"
         " custom_eval_rollout_log_function_path rollout_data_postprocess_path custom_loss_function_path"

@@ -60,6 +60,9 @@ def test_every_key_is_documented(group: str) -> None:
         ("trainer", {"tensor_model_parallel_size": 2}, "does not divide the 1 ranks"),
         ("trainer", {"save_interval": 2}, "needs save"),
         ("trainer", {"actor_num_nodes": 2}, "places its ranks on one host"),
+        ("trainer", {"update_weight_mode": "delta"}, "needs update_weight_transport disk"),
+        ("trainer", {"update_weight_transport": "disk"}, "needs update_weight_disk_dir"),
+        ("trainer", {"update_weight_local_checkpoint_dir": "/x"}, "/x needs update_weight_disk_dir"),
     ],
 )
 def test_mistakes_are_named(group: str, values: dict, fragment: str) -> None:
