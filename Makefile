@@ -1,16 +1,18 @@
-# Targets: setup demo test lint fmt proto up down — nothing else.
-# Variables: PYTHON (interpreter), VENV (environment to make), SEED and ENGINES (demo), PIP_FLAGS (for a mirror).
+# Targets: setup demo test soak lint fmt proto up down — nothing else.
+# Variables: PYTHON (interpreter), VENV (environment to make), SEED (demo, soak), ENGINES (demo), MINUTES (soak), PIP_FLAGS
+# (for a mirror).
 PYTHON ?= python3.11
 VENV ?= .venv
 SEED ?= 1
 ENGINES ?= 1
+MINUTES ?= 30
 PIP_FLAGS ?=
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_FLAGS)
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 
-.PHONY: setup demo test lint fmt proto up down
+.PHONY: setup demo test soak lint fmt proto up down
 .DEFAULT_GOAL := demo
 
 setup: $(READY) ## everything the embedded mode and the tests need, in $(VENV)
@@ -32,6 +34,9 @@ demo: $(READY) ## a small model learns arithmetic: SFT, then GRPO (SEED=1, ENGIN
 
 test: $(READY) ## the default suite: no GPU, no network
 	@$(BIN)/python -m pytest -q
+
+soak: $(READY) ## kills of every tier while the demo learns; the ledger at the end (MINUTES=30, SEED=1)
+	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --seed $(SEED)
 
 lint: $(READY) ## style, types, imports, contract
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
