@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from tetrarch.buffer.v1 import buffer_service_pb2, run_pb2
-from tetrarch.rollout.v1 import engine_pb2, rollout_service_pb2
+from tetrarch.common.v1 import tensor_pb2
+from tetrarch.rollout.v1 import engine_pb2, rollout_service_pb2, weight_service_pb2
 from tetrarch.trainer.v1 import trainer_service_pb2
 
 from services.common.records import SampleStatus
+from services.common.tensors import dtype_to_proto
+from services.trainer.core.buckets import plan_digest
+from services.trainer.core.commands import ChecksumRule
+from services.trainer.core.ports import Prepared, PrepareRequest
 from services.trainer.core.progress import Event, Progress
 from services.trainer.core.records import (
     Batch,
@@ -100,6 +105,42 @@ def _engine(message: engine_pb2.Engine, address: str) -> EngineView:
         weight_version=message.weight_version,
         backends=tuple(message.backends),
     )
+
+
+def prepare_to_proto(engine: EngineView, request: PrepareRequest) -> weight_service_pb2.PrepareUpdateRequest:
+    """Message of a request to prepare."""
+    tensors = [spec for bucket in request.plan.buckets for spec in bucket]
+    message = weight_service_pb2.PrepareUpdateRequest(
+        run_id=request.run_id,
+        engine_id=engine.engine_id,
+        incarnation=engine.incarnation,
+        update_epoch=request.epoch,
+        version=request.version,
+        rank_offset=request.rank_offset,
+        plan_digest=plan_digest(tensors),
+        torch_version=request.torch_version,
+        nccl_version=request.nccl_version,
+        collective_env=dict(request.collective_env),
+        tensors=[
+            tensor_pb2.TensorSpec(name=spec.name, data_type=dtype_to_proto(spec.dtype), shape=spec.shape)
+            for spec in tensors
+        ],
+        bucket_tensor_counts=[len(bucket) for bucket in request.plan.buckets],
+        weights_path=request.weights_path,
+    )
+    if request.group:
+        message.group_name, message.backend = request.group.name, request.group.backend
+        message.master_address, message.master_port = request.group.master_address, request.group.master_port
+        message.world_size = request.group.world_size
+    return message
+
+
+def prepared_from_proto(message: weight_service_pb2.PrepareUpdateResponse) -> Prepared:
+    """What an engine answered."""
+    rules = {
+        rule.engine_name: ChecksumRule(tuple(rule.source_names), rule.padding_bytes) for rule in message.checksum_rules
+    }
+    return Prepared(message.staged, message.checksum_algorithm, rules)
 
 
 def eval_from_proto(message: rollout_service_pb2.EvaluateResult) -> EvalResult:

@@ -220,10 +220,12 @@ def weight_groups(root: Path) -> dict:
     from services.trainer.core.commands import ChecksumRule, GroupSpec
     from services.trainer.ranks.groups import WeightGroups
     from services.trainer.ranks.model.hf_weights import list_weights
-    from services.trainer.ranks.weights import stage_weights
+    from services.trainer.ranks.weights import Staging
 
     policy = Trainee(make_spec(root / "qwen3", 2, 1)).policy
-    staged = stage_weights(policy.model, policy.hf, 20_000, torch.device("cpu"))
+    staging = Staging(policy.model, policy.hf, 20_000, torch.device("cpu"))
+    staging.finish()
+    staged = staging.staged
     names = ["good", "broken", "absent"]
     box = [{name: free_port() for name in names}]
     torch.distributed.broadcast_object_list(box, src=0)
@@ -239,13 +241,12 @@ def weight_groups(root: Path) -> dict:
     out["rules"] = {"fused": ChecksumRule(sources), "padded": ChecksumRule(("lm_head.weight",), padding_bytes=96)}
     out["checksums"] = staged.checksums(out["rules"], "sha256-64")
     specs = tuple(GroupSpec(name, "gloo", "127.0.0.1", box[0][name], 2) for name in names)
-    out["joined"] = groups.join(specs, timeout=8)
-    out["sent"] = []
-    for bucket in staged.buckets:
-        start = time.perf_counter()
-        groups.send(bucket, ("good", "broken"), timeout=3)
-        results = groups.finish(("good", "broken"))
-        out["sent"].append((results, time.perf_counter() - start))
+    start = time.perf_counter()
+    groups.join(specs, timeout=8)
+    groups.send(staged, names, timeout=8)
+    while groups.at_work:
+        time.sleep(0.01)
+    out["errors"], out["seconds"] = groups.errors(names), time.perf_counter() - start
     groups.leave_all()
     torch.distributed.broadcast_object_list(box, src=1)
     return out | {"received": box[0]}

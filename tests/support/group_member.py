@@ -24,11 +24,16 @@ from services.trainer.core.commands import GroupSpec
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def spec_of(name: str, backend: str) -> GroupSpec:
+    """A new group of the trainer and one member."""
+    return GroupSpec(name, backend, "127.0.0.1", free_port(), 2)
+
+
 class Member:
     """A member process on `device`, and the spec with which the trainer's side joins."""
 
-    def __init__(self, name: str, backend: str, device: str) -> None:
-        self.spec = GroupSpec(name, backend, "127.0.0.1", free_port(), 2)
+    def __init__(self, name: str, backend: str, device: str, spec: GroupSpec | None = None) -> None:
+        self.spec = spec or spec_of(name, backend)
         arguments = [name, str(self.spec.master_port), backend, device]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.group_member", *arguments],

@@ -17,7 +17,7 @@ from services.common.run_spec import RunSpec
 from services.trainer.core import commands
 from services.trainer.core.buckets import TensorSpec, plan_buckets
 from services.trainer.core.loop import Ports
-from services.trainer.core.ports import CheckpointMarker, RanksFailed, Rules
+from services.trainer.core.ports import CheckpointMarker, Prepared, RanksFailed, Received
 from services.trainer.core.progress import Progress
 from services.trainer.core.records import (
     Batch,
@@ -260,6 +260,7 @@ class MemoryRanks:
         self.joined: list[str] = []  # ever, in order
         self.busy = False
         self.stopped = False
+        self.errors: dict[str, str] = {}  # by group
         self.die_in: dict[str, RanksFailed] = {}
 
     async def start(self) -> None:
@@ -275,8 +276,9 @@ class MemoryRanks:
         name = type(command).__name__
         if self.failure:
             raise self.failure
-        assert not self.busy, f"{name} while another command runs"
-        self.busy = True
+        aside = isinstance(command, commands.ASIDE)
+        assert aside or not self.busy, f"{name} while another command runs"
+        self.busy = self.busy or not aside
         try:
             self.world.tick(name)
             await asyncio.sleep(0)
@@ -287,7 +289,7 @@ class MemoryRanks:
             self.world.tick()
             return value
         finally:
-            self.busy = False
+            self.busy = self.busy and aside
 
     def _Setup(self, command: commands.Setup) -> commands.SetupResult:
         self.history = []
@@ -327,16 +329,16 @@ class MemoryRanks:
     def _Checksums(self, command: commands.Checksums) -> dict[str, str]:
         return {name: f"sum of {len(self.staged or [])}" for name in command.rules}
 
-    def _JoinGroups(self, command: commands.JoinGroups) -> dict[str, str | None]:
+    def _JoinGroups(self, command: commands.JoinGroups) -> None:
         self.groups |= {group.name for group in command.groups}
         self.joined += [group.name for group in command.groups]
-        return {group.name: None for group in command.groups}
 
-    def _SendBucket(self, command: commands.SendBucket) -> None:
-        assert set(command.group_names) <= self.groups, "a bucket goes to groups that were joined"
+    def _SendWeights(self, command: commands.SendWeights) -> None:
+        assert self.staged is not None, "weights are staged before they are sent"
+        assert set(command.group_names) <= self.groups, "they go to groups that were joined"
 
-    def _FinishBucket(self, command: commands.FinishBucket) -> dict[str, str | None]:
-        return {name: None if name in self.groups else "it was left" for name in command.group_names}
+    def _GroupErrors(self, command: commands.GroupErrors) -> dict[str, str | None]:
+        return {name: self.errors.get(name) for name in command.group_names}
 
     def _LeaveGroups(self, command: commands.LeaveGroups) -> None:
         self.groups -= set(command.group_names)
@@ -362,16 +364,16 @@ class MemoryRollout:
             self.world.engines[engine.engine_id] = replace(engine, state=EngineState.STALE, weight_version=0)
             raise fault
 
-    async def prepare(self, engine: EngineView, request: Any, timeout: float) -> Rules:
+    async def prepare(self, engine: EngineView, request: Any, timeout: float) -> Prepared:
         self._answer("prepare", engine)
         assert not self.epochs or request.epoch >= max(self.epochs), "epochs only grow"
         self.epochs.append(request.epoch)
         self.groups.append(request.group.name)
-        return Rules("sha256-64", {"ab": commands.ChecksumRule(("a", "b"))})
+        return Prepared(True, "sha256-64", {"ab": commands.ChecksumRule(("a", "b"))})
 
-    async def transfer(self, engine: EngineView, request: Any, timeout: float) -> int:
+    async def transfer(self, engine: EngineView, epoch: int, timeout: float) -> Received:
         self._answer("transfer", engine)
-        return 16
+        return Received(56, 0.125)
 
     async def commit(self, engine: EngineView, epoch: int, version: int, checksums: dict, timeout: float) -> float:
         self._answer("commit", engine)

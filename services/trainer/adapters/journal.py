@@ -36,6 +36,13 @@ _VALUE = Gauge("tetrarch_trainer_value", "Latest value of a metric of the run", 
 _STEPS = Gauge("tetrarch_trainer_step_count", "Steps done", ["run_id"])
 _SECONDS = Counter("tetrarch_trainer_seconds", "Seconds of steps, by part", ["part"])
 _EVENTS = Counter("tetrarch_trainer_events", "Entries of the history, by kind", ["kind"])
+_ENGINES = Counter("tetrarch_trainer_update_engines", "Engines of weight updates, by what came of it", ["outcome"])
+_BYTES = Counter("tetrarch_trainer_update_bytes", "Bytes of weights that engines took and verified")
+_OUTCOMES = {
+    "committed": "update_engine_count",
+    "failed": "update_failed_engine_count",
+    "late": "update_late_engine_count",
+}
 
 
 class RunJournal:
@@ -131,11 +138,15 @@ class RunJournal:
 def _observe(progress: Progress, event: Event) -> None:
     _EVENTS.labels(event.kind).inc()
     _STEPS.labels(progress.run_id).set(progress.step_count)
-    if event.kind != "step":
+    if event.kind == "update_weights":
+        for outcome, name in _OUTCOMES.items():
+            _ENGINES.labels(outcome).inc(event.metrics.get(name, 0.0))
+        _BYTES.inc(event.metrics.get("update_bytes", 0.0) * event.metrics.get("update_engine_count", 0.0))
+    if event.kind not in ("step", "update_weights"):
         return
     for name, value in event.metrics.items():
         _VALUE.labels(progress.run_id, name).set(value)
-        if name.endswith("_seconds"):
+        if event.kind == "step" and name.endswith("_seconds"):
             _SECONDS.labels(name.removesuffix("_seconds")).inc(max(value, 0.0))
 
 

@@ -1,7 +1,8 @@
 """Megatron ranks as processes on this host, commanded over a Unix socket.
 
 Implements `ports.Ranks`. Every rank answers on a thread of its own, so that a cancelled call leaves its answer to be
-read and dropped before the next command of that rank. Invariants: after the first failure every call raises it
+read and dropped before the next command of that rank; commands of `ASIDE` have a connection of their own
+(`rank_aside`) and wait for nothing. Invariants: after the first failure every call raises it
 again; `stop` leaves no process and no socket behind; ranks die with this process (see ManagedProcess).
 """
 
@@ -16,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,8 @@ from typing import Any
 
 from services.common.process import ManagedProcess, free_port
 from services.common.telemetry import get_logger
-from services.trainer.core.commands import KEY_VARIABLE, Command, Failure, Hello, Result, Shutdown
+from services.trainer.adapters.rank_aside import Aside
+from services.trainer.core.commands import ASIDE, KEY_VARIABLE, Command, Failure, Hello, Result, Shutdown
 from services.trainer.core.ports import RanksFailed
 
 log = get_logger(__name__)
@@ -74,6 +76,7 @@ class LocalRanks:
         self._on_line = on_line
         self._processes: list[ManagedProcess] = []
         self._ranks: list[_Rank] = []
+        self._aside: Aside | None = None
         self._failure: RanksFailed | None = None
         self._watchers: list[asyncio.Task] = []
         self._directory = ""
@@ -134,16 +137,19 @@ class LocalRanks:
             self._fail(rank, ended)
 
     async def _accept_all(self, listener: socket.socket, key: bytes) -> None:
-        """Accepts one authenticated connection from every rank."""
+        """Accepts one authenticated connection from every rank, and a second from rank 0."""
         loop = asyncio.get_running_loop()
         found: dict[int, _Rank] = {}
-        while len(found) < self._world_size:
+        while len(found) < self._world_size or self._aside is None:
             accepted, _ = await loop.sock_accept(listener)
             accepted.setblocking(True)
             pipe = connection.Connection(accepted.detach())
             thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
             hello: Hello = await loop.run_in_executor(thread, _greet, pipe, key)
-            found[hello.rank] = _Rank(self._processes[hello.rank], pipe, thread)
+            if hello.aside:
+                self._aside = Aside(pipe, thread)
+            else:
+                found[hello.rank] = _Rank(self._processes[hello.rank], pipe, thread)
         self._ranks = [found[rank] for rank in range(self._world_size)]
 
     async def _until_failure(self, work: Any, timeout: float) -> Any:
@@ -176,23 +182,30 @@ class LocalRanks:
             raise self._failure
         if not self._ranks:
             raise self._fail(rank, "was asked before it had started")
-        name = type(command).__name__
+        if isinstance(command, ASIDE):
+            assert rank == 0 and self._aside, "rank 0 alone has a second connection"
+            return await self._answer(rank, command, self._aside.ask(command), timeout)
         target = self._ranks[rank]
         await self._until_free(rank, target)
         asking = asyncio.get_running_loop().run_in_executor(target.thread, _ask, target.pipe, command)
         target.asking, target.deadline = asking, time.monotonic() + timeout
         try:
-            answer = await asyncio.wait_for(asyncio.shield(asking), timeout)
+            return await self._answer(rank, command, asyncio.shield(asking), timeout)
+        finally:
+            if not asking.done():
+                asking.add_done_callback(_drop)
+
+    async def _answer(self, rank: int, command: Command, asking: Awaitable, timeout: float) -> Any:
+        """Value of the answer that `asking` brings. Raises RanksFailed."""
+        name = type(command).__name__
+        try:
+            answer = await asyncio.wait_for(asking, timeout)
         except TimeoutError:
-            asking.add_done_callback(_drop)
             raise self._fail(rank, f"did not answer {name} within {timeout:.0f} s") from None
         except (EOFError, OSError):
             with contextlib.suppress(TimeoutError):  # its exit status says more than the closed connection
                 await asyncio.wait_for(asyncio.shield(self._watchers[rank]), 2.0)
             raise (self._failure or self._fail(rank, f"closed its connection during {name}")) from None
-        except asyncio.CancelledError:
-            asking.add_done_callback(_drop)
-            raise
         if isinstance(answer, Failure):
             log.error("rank failed", rank=rank, command=name, error=answer.error, traceback=answer.traceback)
             said = answer.error.removeprefix(f"Rank {rank} failed in {name}: ")
@@ -229,6 +242,8 @@ class LocalRanks:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._aside:
+            self._aside.close()
         for rank in self._ranks:
             rank.thread.shutdown(wait=False)
             with contextlib.suppress(OSError):

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
-from tetrarch.common.v1 import tensor_pb2
 from tetrarch.rollout.v1 import (
     rollout_service_pb2,
     rollout_service_pb2_grpc,
@@ -21,14 +20,14 @@ from tetrarch.rollout.v1 import (
 
 from services.common.channel import open_channel, service_error, translate_errors
 from services.common.errors import Code, ServiceError
-from services.common.tensors import dtype_to_proto
 from services.trainer import convert
-from services.trainer.core.buckets import TensorSpec
-from services.trainer.core.commands import CHECKSUM_ALGORITHMS, ChecksumRule
-from services.trainer.core.ports import BucketRequest, PrepareRequest, Rules
+from services.trainer.core.commands import CHECKSUM_ALGORITHMS
+from services.trainer.core.ports import Prepared, PrepareRequest, Received
 from services.trainer.core.records import EngineView, EvalResult, NodeView
 
 _LOOK_SECONDS = 5.0
+_USUAL_LOOK_SECONDS = 2.0
+"""A node that is slower is left out when others have answered: a stopped one must not hold up every update."""
 
 
 class GrpcRollout:
@@ -57,8 +56,18 @@ class GrpcRollout:
     async def nodes(self) -> list[NodeView]:
         """Live nodes that answer, by id."""
         addresses = await self._addresses()
-        found = await asyncio.gather(*(self._node(address) for address in addresses))
-        return sorted((node for node in found if node), key=lambda node: node.node_id)
+        looks = [asyncio.create_task(self._node(address)) for address in addresses]
+        if not looks:
+            return []
+        try:
+            done, silent = await asyncio.wait(looks, timeout=_USUAL_LOOK_SECONDS)
+            if silent and not any(look.result() for look in done):
+                done, silent = await asyncio.wait(looks, timeout=_LOOK_SECONDS - _USUAL_LOOK_SECONDS)
+        finally:
+            for look in looks:
+                look.cancel()
+        found = [node for look in done if (node := look.result())]
+        return sorted(found, key=lambda node: node.node_id)
 
     async def _node(self, address: str) -> NodeView | None:
         stub = rollout_service_pb2_grpc.RolloutServiceStub(self._channel(address))
@@ -68,26 +77,9 @@ class GrpcRollout:
             return None  # its lease in the registry tells whether it is gone
         return convert.node_from_proto(response.node, address)
 
-    async def prepare(self, engine: EngineView, request: PrepareRequest, timeout: float) -> Rules:
+    async def prepare(self, engine: EngineView, request: PrepareRequest, timeout: float) -> Prepared:
         """Asks an engine to join; → how it will check what arrives. Raises CHECKSUM_UNKNOWN for another algorithm."""
-        message = weight_service_pb2.PrepareUpdateRequest(
-            run_id=request.run_id,
-            engine_id=engine.engine_id,
-            incarnation=engine.incarnation,
-            update_epoch=request.epoch,
-            version=request.version,
-            group_name=request.group.name,
-            backend=request.group.backend,
-            master_address=request.group.master_address,
-            master_port=request.group.master_port,
-            world_size=request.group.world_size,
-            rank_offset=request.rank_offset,
-            plan_digest=request.plan_digest,
-            torch_version=request.torch_version,
-            nccl_version=request.nccl_version,
-            collective_env=dict(request.collective_env),
-            tensors=[_spec(tensor) for tensor in request.tensors],
-        )
+        message = convert.prepare_to_proto(engine, request)
         response = await self._ask(engine, self._weights(engine).PrepareUpdate, message, timeout)
         algorithm = response.checksum_algorithm
         if response.checksum_rules and algorithm not in CHECKSUM_ALGORITHMS:
@@ -98,22 +90,13 @@ class GrpcRollout:
                 f" {', '.join(CHECKSUM_ALGORITHMS)}.",
                 engine_id=engine.engine_id,
             )
-        rules = {
-            rule.engine_name: ChecksumRule(tuple(rule.source_names), rule.padding_bytes)
-            for rule in response.checksum_rules
-        }
-        return Rules(algorithm, rules)
+        return convert.prepared_from_proto(response)
 
-    async def transfer(self, engine: EngineView, request: BucketRequest, timeout: float) -> int:
-        """Asks an engine to receive one bucket; → bytes."""
-        message = weight_service_pb2.TransferBucketRequest(
-            engine_id=engine.engine_id,
-            update_epoch=request.epoch,
-            bucket_index=request.index,
-            bucket_count=request.count,
-            tensors=[_spec(tensor) for tensor in request.tensors],
-        )
-        return (await self._ask(engine, self._weights(engine).TransferBucket, message, timeout)).received_bytes
+    async def transfer(self, engine: EngineView, epoch: int, timeout: float) -> Received:
+        """Asks an engine to receive all buckets of the plan, and waits until they are there."""
+        message = weight_service_pb2.TransferWeightsRequest(engine_id=engine.engine_id, update_epoch=epoch)
+        response = await self._ask(engine, self._weights(engine).TransferWeights, message, timeout)
+        return Received(response.received_bytes, response.seconds)
 
     async def commit(
         self, engine: EngineView, epoch: int, version: int, checksums: Mapping[str, str], timeout: float
@@ -163,7 +146,3 @@ class GrpcRollout:
             f"Node {node.node_id} ended the evaluation of {dataset!r} without a result.",
             node_id=node.node_id,
         )
-
-
-def _spec(tensor: TensorSpec) -> tensor_pb2.TensorSpec:
-    return tensor_pb2.TensorSpec(name=tensor.name, data_type=dtype_to_proto(tensor.dtype), shape=tensor.shape)

@@ -5,6 +5,10 @@ controller's Unix socket (`multiprocessing.connection`, key in the environment v
 `Hello`, and then answers every command, one at a time and in order, with a `Result` or a `Failure`. It ends when
 the connection closes or after `Shutdown`.
 
+Rank 0 makes a second connection, with `Hello.aside`, for the commands of `ASIDE`: they move staged weights and are
+carried out beside whatever the rank is doing, also beside each other. Each travels with a number, and so does its
+answer, which comes when it is done.
+
 "collective" commands must be sent to every rank, else the ranks wait for each other; the others go to rank 0.
 After the `Failure` of a collective command the ranks no longer agree: end them all and start from a checkpoint.
 """
@@ -26,10 +30,11 @@ CHECKSUM_ALGORITHMS = ("sha256-64", "sglang-tiled-64")
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of a rank."""
+    """First message of a rank, on each of its connections."""
 
     rank: int
     pid: int
+    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,9 @@ class ListWeights:
 
 @dataclass(frozen=True)
 class StageWeights:
-    """Collective. Gathers the full tensors; rank 0 keeps them as flat byte buckets until ReleaseWeights.
-    → BucketPlan on rank 0, None elsewhere."""
+    """Collective. Begins to gather the full tensors and answers; rank 0 keeps them as flat byte buckets until
+    ReleaseWeights or the next StageWeights. Whatever the ranks are asked next, but for the commands of `ASIDE`, waits
+    until all is gathered. → BucketPlan on rank 0, None elsewhere."""
 
     bucket_bytes: int
 
@@ -146,7 +152,7 @@ class ChecksumRule:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Rank 0, after StageWeights. `rules`: held tensor's name → how it is made up. `algorithm`: one of
+    """Rank 0, aside, after StageWeights. `rules`: held tensor's name → how it is made up. `algorithm`: one of
     CHECKSUM_ALGORITHMS. → dict of held tensor's name → 16 hex digits."""
 
     rules: Mapping[str, ChecksumRule]
@@ -166,34 +172,33 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class JoinGroups:
-    """Rank 0. Joins all groups at once; blocks until joined or `timeout` seconds. → dict name → None or error."""
+    """Rank 0, aside. Begins to join groups, each on a thread of its own, for at most `timeout` seconds. → None, at
+    once: that an engine has joined is for the engine to say, and what failed here for `GroupErrors`."""
 
     groups: tuple[GroupSpec, ...]
     timeout: float
 
 
 @dataclass(frozen=True)
-class SendBucket:
-    """Rank 0, after StageWeights. Begins to broadcast one bucket over each group, each on a thread of its own, for at
-    most `timeout` seconds. → None, at once: `FinishBucket` tells how it went. Between the two a group whose other side
-    is known to have failed can be left, which nobody else waits for."""
+class SendWeights:
+    """Rank 0, aside, after StageWeights. Begins to broadcast all buckets in order over each group, on a thread of its
+    own, for at most `timeout` seconds in all; a bucket leaves as soon as it is gathered. → None, at once."""
 
-    index: int
     group_names: tuple[str, ...]
     timeout: float
 
 
 @dataclass(frozen=True)
-class FinishBucket:
-    """Rank 0, after SendBucket. Waits for the end of its broadcast over the named groups. → dict name → None or error.
-    A group that failed is left and must not be used again."""
+class GroupErrors:
+    """Rank 0, aside. What went wrong on this side. → dict name → error, None for a group that is well or at work."""
 
     group_names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class LeaveGroups:
-    """Rank 0. Leaves groups, also in the middle of a bucket; unknown names are no error. → None."""
+    """Rank 0, aside. Leaves groups, also while they are joined or sent to; unknown names are no error. → None, at
+    once: an abort of a communicator takes its time on a thread."""
 
     group_names: tuple[str, ...]
 
@@ -213,10 +218,11 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Directory of the checkpoint, and seconds it took."""
+    """Directory of the checkpoint, and seconds it took. `problem`: why there is none; the ranks can go on."""
 
     path: str
     seconds: float
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,8 +253,8 @@ Command = (
     | StageWeights
     | Checksums
     | JoinGroups
-    | SendBucket
-    | FinishBucket
+    | SendWeights
+    | GroupErrors
     | LeaveGroups
     | ReleaseWeights
     | SaveCheckpoint
@@ -256,4 +262,6 @@ Command = (
     | Shutdown
 )
 
-__all__ = ["BucketPlan", "Command", "StepPlan", "TensorSpec"]
+ASIDE = (Checksums, JoinGroups, SendWeights, GroupErrors, LeaveGroups)
+
+__all__ = ["ASIDE", "BucketPlan", "Command", "StepPlan", "TensorSpec"]

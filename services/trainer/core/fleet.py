@@ -1,7 +1,9 @@
 """Keeps the engines of a run at the published version: full pushes of a new one, and late joiners in between.
 
 Knows nothing of how bytes travel (`weights`). Invariants: a version is published only when an engine serves it; a
-late joiner gets the published version, in groups that hold no other engine; the ranks are never shared by two.
+late joiner gets the published version, in a group that holds no other engine and beside whatever the ranks do: only
+`stage` needs them. A full push ends what late joiners are at before it stages; engines refuse what is left of that by
+its epoch.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from services.common.errors import Code, ServiceError
+from services.common.fault_points import reach_async
 from services.common.telemetry import get_logger
-from services.trainer.core.ports import Journal, RanksFailed, Rollout
+from services.trainer.core.ports import Journal, Rollout
 from services.trainer.core.records import EngineView, NodeView
 from services.trainer.core.weights import UpdateReport, WeightUpdater
 
@@ -26,7 +29,7 @@ _ROSTER_PATIENCE = 30.0
 """Seconds after the first engine for the others to come up; later ones are late joiners."""
 
 _LATE_JOIN_SECONDS = 10.0
-"""A late joiner that hesitates must not keep the ranks from training; it is asked again."""
+"""For a late joiner to join its group; it is asked again."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class EngineFleet:
     Args:
         rollout: nodes and engines.
         updater: moves the bytes.
-        ranks_lock: held by whoever uses the ranks.
+        ranks_lock: held by whoever uses the ranks for themselves.
         journal: late joiners and engines that were left out are written here.
         settings: run and deadlines.
     """
@@ -64,6 +67,8 @@ class EngineFleet:
         self._settings = settings
         self._version = 0
         self._step = -1
+        self._pushing = False
+        self._joining: dict[str, asyncio.Task[UpdateReport]] = {}
         self._backoff: dict[str, tuple[float, float]] = {}
         self._problems: dict[str, str] = {}
 
@@ -124,63 +129,103 @@ class EngineFleet:
         Raises:
             ServiceError: NO_ENGINE when no engine took the weights in `engines_timeout`.
         """
-        began, pause, told = time.monotonic(), _POLL_SECONDS, ""
-        async with self._lock:
-            staged = await self._updater.stage()
-            while True:
-                engines = await self.engines()
-                await self._updater.keep(engines)
-                report = await self._updater.push(version, engines)
-                if report.committed:
-                    break
-                check()
-                why = "; ".join(f"{engine}: {text}" for engine, text in report.failed.items())
-                if why and why != told:
-                    told = why
-                    self._journal.write(
-                        "notice", step, {}, f"no engine took version {version} yet, trying again ({why})"
-                    )
-                if time.monotonic() - began > self._settings.engines_timeout:
-                    raise await self._no_engine(time.monotonic() - began, report.failed)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, 10.0)
+        began = time.monotonic()
+        self._pushing = True
+        try:
+            await self._stop_late_joiners()
+            async with self._lock:
+                staged = await self._updater.stage()
+            report = await self._push_until_one_has_it(version, step, check)
             pushed = time.monotonic()
+            await reach_async("trainer.after_commit")
             await publish(version)
             self._version, self._step = version, step
-            report.seconds |= {"stage": staged, "publish": time.monotonic() - pushed}
+        finally:
+            self._pushing = False
+        report.seconds |= {"stage": staged, "publish": time.monotonic() - pushed}
+        report.total_seconds = time.monotonic() - began
         for engine_id, why in report.failed.items():
             self._journal.write("notice", step, {}, f"engine {engine_id} was left out of version {version}: {why}")
         return report
 
+    async def _push_until_one_has_it(self, version: int, step: int, check: Callable[[], None]) -> UpdateReport:
+        began, pause, told = time.monotonic(), _POLL_SECONDS, ""
+        while True:
+            engines = await self.engines()
+            await self._updater.keep(engines)
+            report = await self._updater.push(version, engines)
+            if report.committed:
+                return report
+            check()
+            why = "; ".join(f"{engine}: {text}" for engine, text in report.failed.items())
+            if why and why != told:
+                told = why
+                text = f"no engine took version {version} yet, trying again ({why})"
+                self._journal.write("notice", step, {}, text)
+            if time.monotonic() - began > self._settings.engines_timeout:
+                raise await self._no_engine(time.monotonic() - began, report.failed)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 10.0)
+
     async def catch_up_forever(self) -> None:
         """Brings late joiners up until cancelled."""
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            try:
-                await self.catch_up()
-            except RanksFailed:
-                return  # whoever uses the ranks next meets the same failure and acts on it
-            except ServiceError as error:
-                log.warning("late joiners could not be looked for", error=error.message)
+        try:
+            while True:
+                await asyncio.sleep(_POLL_SECONDS)
+                try:
+                    await self._begin_late_joiners()
+                except ServiceError as error:
+                    log.warning("late joiners could not be looked for", error=error.message)
+        finally:
+            await self._stop_late_joiners()
 
-    async def catch_up(self) -> UpdateReport | None:
-        """Brings engines that are behind to the published version; None when there are none."""
-        if not self._version or not await self._late():
-            return None
-        async with self._lock:
-            late = await self._late()
-            if not late:
-                return None
-            report = await self._updater.push(self._version, late, _LATE_JOIN_SECONDS)
-        for engine_id in report.committed:
+    async def catch_up(self) -> list[UpdateReport]:
+        """Brings the engines that are behind to the published version, and waits until that is over. Raises
+        RanksFailed."""
+        return list(await asyncio.gather(*await self._begin_late_joiners()))
+
+    async def _begin_late_joiners(self) -> list[asyncio.Task[UpdateReport]]:
+        """One task for each engine that is behind and has none."""
+        if not self._version or self._pushing:
+            return []
+        late = await self._late()
+        if self._pushing:
+            return []  # meanwhile; it takes them along
+        return [self._begin_one(engine) for engine in late if engine.engine_id not in self._joining]
+
+    def _begin_one(self, engine: EngineView) -> asyncio.Task[UpdateReport]:
+        engine_id = engine.engine_id
+        task = asyncio.create_task(self._bring_up(engine), name=f"late joiner {engine_id}")
+        self._joining[engine_id] = task
+
+        def ended(task: asyncio.Task) -> None:
+            self._joining.pop(engine_id, None)
+            if not task.cancelled():
+                task.exception()  # ranks that failed are met by whoever uses them next, who acts on it
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _bring_up(self, engine: EngineView) -> UpdateReport:
+        engine_id, version = engine.engine_id, self._version
+        report = await self._updater.push(version, [engine], _LATE_JOIN_SECONDS)
+        if report.committed:
             self._backoff.pop(engine_id, None)
-            self._journal.write("notice", self._step, {}, f"engine {engine_id} joined at version {self._version}")
-        for engine_id, why in report.failed.items():
+            text = f"engine {engine_id} joined at version {version} in {report.total_seconds:.2f} s"
+            metrics = {"late_join_seconds": report.total_seconds, "late_join_pause_seconds": report.pause_seconds}
+            self._journal.write("notice", self._step, metrics, text)
+        for why in report.failed.values():
             seconds = min(2 * self._backoff.get(engine_id, (0.0, _FIRST_BACKOFF / 2))[1], _LONGEST_BACKOFF)
             self._backoff[engine_id] = (time.monotonic() + seconds, seconds)
-            text = f"engine {engine_id} could not be brought to version {self._version}: {why}"
+            text = f"engine {engine_id} could not be brought to version {version}: {why}"
             self._journal.write("notice", self._step, {}, text)
         return report
+
+    async def _stop_late_joiners(self) -> None:
+        tasks = list(self._joining.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _late(self) -> list[EngineView]:
         now = time.monotonic()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.common.errors import Code, ServiceError
-from services.trainer.core.buckets import TensorSpec
+from services.trainer.core.buckets import BucketPlan
 from services.trainer.core.commands import ChecksumRule, Command, GroupSpec
 from services.trainer.core.records import Batch, EngineView, EvalResult, GroupCounts, NodeView, Run, Session
 
@@ -65,7 +65,7 @@ class Buffer(Protocol):
 
 
 class Ranks(Protocol):
-    """The Megatron ranks: one command at a time. Raises RanksFailed, and the same again after the first."""
+    """The Megatron ranks: one command at a time, but for those of `commands.ASIDE`. Raises RanksFailed, and the same again after the first."""
 
     @property
     def failure(self) -> RanksFailed | None:
@@ -83,37 +83,38 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What an engine must know to join an update. `rank_offset`: its first rank in the group."""
+    """What an engine must know to take part in an update. `group`: over which the bytes travel, `rank_offset` being the
+    engine's first rank in it; without one they are in files at `weights_path`."""
 
     run_id: str
     epoch: int
     version: int
-    group: GroupSpec
+    group: GroupSpec | None
+    weights_path: str
     rank_offset: int
-    plan_digest: str
+    plan: BucketPlan
     torch_version: str
     nccl_version: str
     collective_env: Mapping[str, str]
-    tensors: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True)
-class BucketRequest:
-    """One bucket of an update."""
+class Prepared:
+    """How an engine takes the bytes and checks what it then holds. `staged`: it serves on meanwhile. `rules`: held
+    tensor's name → names whose bytes make it up; empty when it cannot say what it holds. `algorithm`: one of
+    `commands.CHECKSUM_ALGORITHMS`."""
 
-    epoch: int
-    index: int
-    count: int
-    tensors: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How an engine checks what it holds. `by_name`: held tensor's name → names whose bytes make it up; empty when it
-    cannot say what it holds. `algorithm`: one of `commands.CHECKSUM_ALGORITHMS`."""
-
+    staged: bool = False
     algorithm: str = ""
-    by_name: Mapping[str, ChecksumRule] = field(default_factory=dict)
+    rules: Mapping[str, ChecksumRule] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What an engine says of a transfer: bytes, and seconds from the first that was asked for to the last."""
+
+    byte_count: int
+    seconds: float
 
 
 class Rollout(Protocol):
@@ -123,9 +124,11 @@ class Rollout(Protocol):
         """Live nodes by the registry; those that do not answer are left out."""
         ...
 
-    async def prepare(self, engine: EngineView, request: PrepareRequest, timeout: float) -> Rules: ...
+    async def prepare(self, engine: EngineView, request: PrepareRequest, timeout: float) -> Prepared: ...
 
-    async def transfer(self, engine: EngineView, request: BucketRequest, timeout: float) -> int: ...
+    async def transfer(self, engine: EngineView, epoch: int, timeout: float) -> Received:
+        """Waits until all bytes of the plan are there."""
+        ...
 
     async def commit(
         self, engine: EngineView, epoch: int, version: int, checksums: Mapping[str, str], timeout: float

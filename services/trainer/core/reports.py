@@ -11,21 +11,31 @@ from services.trainer.core.weights import UpdateReport
 
 
 def update_metrics(report: UpdateReport) -> dict[str, float]:
-    """Seconds of an update by part; the pause is the longest standstill of an engine."""
+    """Seconds of an update in all and by part; what it moved, and for whom."""
+    rate = report.total_bytes / report.wire_seconds / 1e9 if report.wire_seconds else 0.0
     return {f"update_{part}_seconds": value for part, value in report.seconds.items()} | {
+        "update_total_seconds": report.total_seconds,
+        "update_wire_seconds": report.wire_seconds,
         "update_pause_seconds": report.pause_seconds,
         "update_bytes": float(report.total_bytes),
+        "update_gigabytes_per_second": rate,
         "update_bucket_count": float(report.bucket_count),
         "update_verified_tensor_count": float(report.verified_tensor_count),
         "update_engine_count": float(len(report.committed)),
-        "update_failed_engine_count": float(len(report.failed)),
+        "update_staged_engine_count": float(report.staged_count),
+        "update_failed_engine_count": float(len(report.failed) - len(report.late)),
+        "update_late_engine_count": float(len(report.late)),
     }
 
 
 def update_message(version: int, report: UpdateReport) -> str:
     """The line of an update."""
     names = f"{len(report.committed)} engine{'s' if len(report.committed) != 1 else ''}"
-    return f"version {version} on {names}, {report.total_bytes / 1e6:.1f} MB in {sum(report.seconds.values()):.2f} s"
+    rate = f" ({report.total_bytes / report.wire_seconds / 1e9:.2f} GB/s)" if report.wire_seconds else ""
+    text = f"version {version} on {names}, {report.total_bytes / 1e6:.1f} MB{rate} in {report.total_seconds:.2f} s"
+    text += f", generation paused {report.pause_seconds:.2f} s"
+    left_out = ((len(report.failed) - len(report.late), "failed"), (len(report.late), "late"))
+    return text + "".join(f", {count} {what}" for count, what in left_out if count)
 
 
 def step_message(step: int, total: int, metrics: Mapping[str, float]) -> str:

@@ -1,13 +1,13 @@
 """A weight update as the trainer negotiates it: Prepare, Transfer, Commit or Abort, group by group.
 
-Knows ranks and engines through ports. Invariants:
+Knows engines through ports, and how bytes reach them through `update_groups.Carrier`. Invariants:
 - The bytes that travel are those of the last `stage`; they stay the same until the next one, whatever the ranks
-  train meanwhile, so a late joiner gets exactly the published version.
-- Each weight group is a failure domain: after Prepare none waits for another, and a broken one is left at once.
-- A group stands from update to update while its members are the same processes and every update in it was committed;
-  after anything else it is left, and its name is never used again. The engines' side does the same.
+  train meanwhile, so a late joiner gets exactly the published version. `stage` needs the ranks for itself; `push` does
+  not, and several may run at once for different engines.
+- Each weight group is a failure domain: none waits for another, and a broken one is left at once. When the others have
+  the version, one that is behind has a moment more, and is then left as well.
 - Every update has an epoch of its own above all earlier ones: `session epoch × 1,000,000 + counter`.
-- Not reentrant: the caller holds the ranks while `stage` or `push` runs.
+- An update has one deadline, which all its calls share.
 """
 
 from __future__ import annotations
@@ -16,40 +16,35 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import ServiceError
+from services.common.errors import Code, ServiceError
+from services.common.fault_points import reach_async
 from services.common.telemetry import get_logger
-from services.trainer.core.buckets import BucketPlan, plan_digest
-from services.trainer.core.commands import (
-    Checksums,
-    Command,
-    FinishBucket,
-    GroupSpec,
-    JoinGroups,
-    LeaveGroups,
-    SendBucket,
-    SetupResult,
-    StageWeights,
-)
-from services.trainer.core.ports import BucketRequest, PrepareRequest, Ranks, RanksFailed, Rollout, Rules
+from services.trainer.core.buckets import BucketPlan
+from services.trainer.core.commands import Checksums, Command, SetupResult, StageWeights
+from services.trainer.core.ports import Prepared, PrepareRequest, Ranks, Received, Rollout
 from services.trainer.core.records import EngineView
+from services.trainer.core.update_groups import Group, GroupTable
+from services.trainer.core.update_report import LEAST_COMMIT_SECONDS, Update, UpdateReport
 
 log = get_logger(__name__)
 
 EPOCHS_PER_SESSION = 1_000_000
-_LEAVE_SECONDS = 20.0
+_COMMAND_SECONDS = 20.0
+"""For commands that rank 0 answers at once."""
 _ABORT_SECONDS = 5.0
-_SEND_SECONDS = 20.0
-"""Rank 0 only begins to send."""
-_GRACE_SECONDS = 5.0
-"""Between the deadline that the other side keeps and the moment we stop waiting for its answer."""
+_TELL_SECONDS = 1.0
+"""For engines to answer an Abort before an error is passed on; they are told all the same."""
+_LOOK_SECONDS = 1.0
+"""While engines wait for bytes, our own side is asked whether any can come."""
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """`address` and `free_port` make the rendezvous of a group; `timeout` seconds bound each call of an update."""
+    """`address` and `free_port` make the rendezvous of a group; `timeout` seconds bound an update, `join_timeout` of
+    them the meeting of a new group's members."""
 
     run_id: str
     session_epoch: int
@@ -60,39 +55,6 @@ class UpdateSettings:
     stage_timeout: float
     address: str
     free_port: Callable[[], int]
-
-
-@dataclass
-class UpdateReport:
-    """What an update did. `failed`: engine id → why. `seconds` by part, of the slowest group; `pause_seconds`: the
-    longest standstill; `verified_tensor_count`: checksums that engines compared before they served, over all engines;
-    `new_group_count`: groups that did not stand before."""
-
-    version: int
-    verified_tensor_count: int = 0
-    committed: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    pause_seconds: float = 0.0
-    total_bytes: int = 0
-    bucket_count: int = 0
-    new_group_count: int = 0
-
-
-@dataclass
-class _Group:
-    """One communicator. `stands`: both sides joined it in an earlier update. `rules` of the present update, by engine
-    id."""
-
-    spec: GroupSpec
-    members: tuple[EngineView, ...]
-    stands: bool = False
-    rules: dict[str, Rules] = field(default_factory=dict)
-
-    @property
-    def processes(self) -> tuple[tuple[str, str], ...]:
-        """Engine ids and incarnations."""
-        return tuple((engine.engine_id, engine.incarnation) for engine in self.members)
 
 
 class WeightUpdater:
@@ -112,9 +74,10 @@ class WeightUpdater:
         self._settings = settings
         self._counter = 0
         self._plan: BucketPlan | None = None
-        self._checksums: dict[tuple, Mapping[str, str]] = {}
-        self._standing: list[_Group] = []
-        self._rank_lock = asyncio.Lock()
+        self._checksums: dict[tuple, asyncio.Task] = {}
+        place = (settings.run_id, settings.address, settings.free_port)
+        self._groups = GroupTable(self._rank, setup, settings.group_size, place)
+        self._telling: set[asyncio.Task] = set()
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -122,17 +85,23 @@ class WeightUpdater:
         return self._plan
 
     async def stage(self) -> float:
-        """Makes the ranks' present weights the ones that `push` sends; returns the seconds it took."""
+        """Makes the ranks' present weights the ones that `push` sends; returns the seconds it took to begin. No `push`
+        may be under way."""
         began = time.monotonic()
         plans = await self._ranks.call_all(StageWeights(self._settings.bucket_bytes), self._settings.stage_timeout)
         self._plan = plans[0]
         self._checksums.clear()
         return time.monotonic() - began
 
+    async def keep(self, engines: Sequence[EngineView]) -> None:
+        """Leaves the groups in which there is anyone else than `engines`: all that live."""
+        await self._groups.keep(engines)
+
     async def push(
         self, version: int, engines: Sequence[EngineView], join_timeout: float | None = None
     ) -> UpdateReport:
         """One attempt to bring `engines` to the staged weights as `version`; they have `join_timeout` seconds to meet.
+        When it is cancelled, the engines that have not committed are told.
 
         Raises:
             RanksFailed: and nothing else; what fails on an engine's side is in the report.
@@ -141,229 +110,234 @@ class WeightUpdater:
         self._counter += 1
         epoch = self._settings.session_epoch * EPOCHS_PER_SESSION + self._counter
         report = UpdateReport(version, total_bytes=self._plan.total_bytes, bucket_count=len(self._plan.buckets))
-        groups = self._deal(epoch, engines, report)
-        if not groups:
-            return report
-        taken = {engine.engine_id for group in groups if not group.stands for engine in group.members}
-        await self._leave([group for group in self._standing if taken & dict(group.processes).keys()])
+        groups, report.failed = self._groups.deal(epoch, engines)
+        report.new_group_count = sum(not group.stands for group in groups)
+        began = time.monotonic()
+        join = min(join_timeout or self._settings.join_timeout, self._settings.timeout)
+        update = Update(epoch, version, self._plan, join, began, began + self._settings.timeout, report)
+        open_groups = {group.name: group for group in groups}
         try:
-            with _timed(report, "prepare"):
-                groups = await self._prepare(
-                    epoch, version, groups, report, join_timeout or self._settings.join_timeout
-                )
-            with _timed(report, "checksums"):
-                await self._expect(groups)
-            await _all(*(self._carry(epoch, version, group, report) for group in groups))
+            await reach_async("trainer.before_prepare")
+            await self._groups.begin(groups, join)
+            await self._carry_all(update, open_groups)
         except BaseException as error:
-            await self._abandon(epoch, groups, str(error) or type(error).__name__)
+            await self._abandon(update, list(open_groups.values()), str(error) or type(error).__name__)
             raise
         for engine_id, why in report.failed.items():
             log.warning("engine left out of a weight update", engine=engine_id, version=version, why=why)
+        report.total_seconds = time.monotonic() - began
+        if update.last_success:
+            report.seconds["stragglers"] = time.monotonic() - update.last_success
         return report
 
-    async def keep(self, engines: Sequence[EngineView]) -> None:
-        """Leaves the groups in which there is anyone else than `engines`: all that live."""
-        live = {(engine.engine_id, engine.incarnation) for engine in engines}
-        await self._leave([group for group in self._standing if not live.issuperset(group.processes)])
-
-    def _deal(self, epoch: int, engines: Sequence[EngineView], report: UpdateReport) -> list[_Group]:
-        """Groups that stand and hold none but `engines`; the other engines of one backend in groups of
-        `group_size`."""
-        here = {(engine.engine_id, engine.incarnation): engine for engine in engines}
-        groups = []
-        for group in self._standing:
-            if here.keys() >= set(group.processes):
-                members = tuple(here.pop(process) for process in group.processes)
-                groups.append(_Group(group.spec, members, stands=True))
-        by_backend: dict[str, list[EngineView]] = {}
-        for engine in here.values():
-            backend = next((name for name in engine.backends if name in self._setup.backends), None)
-            if backend is None:
-                report.failed[engine.engine_id] = (
-                    f"it has no collective backend of the trainer: it offers {', '.join(engine.backends) or 'none'},"
-                    f" the trainer {', '.join(self._setup.backends)}"
+    async def _carry_all(self, update: Update, groups: dict[str, Group]) -> None:
+        """Every group for itself; those that are done are taken out of `groups`."""
+        tasks = {asyncio.create_task(self._carry(update, group)): group for group in groups.values()}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=update.patience, return_when=asyncio.FIRST_COMPLETED
                 )
-            else:
-                by_backend.setdefault(backend, []).append(engine)
-        for backend, members in by_backend.items():
-            for start in range(0, len(members), self._settings.group_size):
-                part = tuple(members[start : start + self._settings.group_size])
-                spec = GroupSpec(
-                    name=f"{self._settings.run_id}-{epoch}-{report.new_group_count}",
-                    backend=backend,
-                    master_address=self._settings.address,
-                    master_port=self._settings.free_port(),
-                    world_size=1 + sum(engine.rank_count for engine in part),
-                )
-                groups.append(_Group(spec, part))
-                report.new_group_count += 1
-        return groups
+                for task in done:
+                    task.result()
+                    groups.pop(tasks[task].name)
+                if not done:
+                    break
+        finally:
+            await _cancel(waiting)
+        waited = time.monotonic() - update.began
+        for task in waiting:
+            group = groups.pop(tasks[task].name)
+            if task.cancelled():  # else it was done at the last moment
+                update.report.late += [engine.engine_id for engine in group.members]
+                why = f"it was not done after {waited:.1f} s, when the others had the version"
+                await self._break(update, group, {}, why)
 
-    async def _prepare(
-        self, epoch: int, version: int, groups: list[_Group], report: UpdateReport, timeout: float
-    ) -> list[_Group]:
-        """All new groups rendezvous at once; a group in which anyone failed is left out."""
-        new = tuple(group.spec for group in groups if not group.stands)
-        asking = [self._prepare_group(epoch, version, group, timeout) for group in groups]
-        joined, *failures = await _all(self._join(new, timeout), *asking)
-        alive = []
-        for group, failed in zip(groups, failures, strict=True):
-            mine = joined.get(group.spec.name)
-            if failed or mine:
-                await self._break(epoch, group, failed, mine, report)
-            else:
-                alive.append(group)
-                if not group.stands:
-                    self._standing.append(group)
-        return alive
+    async def _carry(self, update: Update, group: Group) -> None:
+        """All steps of one group."""
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "prepare"):
+            failed = await self._prepare(update, group)
+        if failed:
+            return await self._break(update, group, failed)
+        # Computed while the bytes travel.
+        expected = [self._expect(prepared) for prepared in group.prepared.values() if prepared.rules]
+        with _timed(seconds, "transfer"):
+            failed, own = await self._transfer(update, group)
+        if failed or own:
+            return await self._break(update, group, failed, own)
+        with _timed(seconds, "checksums"):
+            await _all(*map(asyncio.shield, expected))
+        await reach_async("trainer.before_commit")
+        with _timed(seconds, "commit"):
+            whole = await self._commit(update, group)
+        if whole:
+            update.last_success = time.monotonic()
+            parts = update.report.seconds
+            parts |= {part: max(parts.get(part, 0.0), value) for part, value in seconds.items()}
+        return None
 
-    async def _join(self, specs: tuple[GroupSpec, ...], timeout: float) -> Mapping[str, str | None]:
-        return await self._rank(JoinGroups(specs, timeout), timeout + 2 * _GRACE_SECONDS) if specs else {}
-
-    async def _prepare_group(self, epoch: int, version: int, group: _Group, timeout: float) -> dict[str, str]:
+    async def _prepare(self, update: Update, group: Group) -> dict[str, str]:
         """→ failures by engine id."""
-        assert self._plan
-        tensors = tuple(spec for bucket in self._plan.buckets for spec in bucket)
         failures: dict[str, str] = {}
-        offsets, offset = [], 1
-        for engine in group.members:
-            offsets.append(offset)
-            offset += engine.rank_count
+        known = {spec.name for bucket in update.plan.buckets for spec in bucket}
 
         async def ask(engine: EngineView, rank_offset: int) -> None:
             request = PrepareRequest(
                 run_id=self._settings.run_id,
-                epoch=epoch,
-                version=version,
-                group=group.spec,
+                epoch=update.epoch,
+                version=update.version,
+                group=group.carrier.spec,
+                weights_path=group.carrier.weights_path,
                 rank_offset=rank_offset,
-                plan_digest=plan_digest(tensors),
+                plan=update.plan,
                 torch_version=self._setup.torch_version,
                 nccl_version=self._setup.nccl_version,
                 collective_env=self._setup.collective_env,
-                tensors=tensors,
             )
             try:
-                group.rules[engine.engine_id] = await self._rollout.prepare(engine, request, timeout + _GRACE_SECONDS)
+                prepared = await self._rollout.prepare(engine, request, min(update.join_timeout, update.left))
+                _check_rules(engine, prepared, known)
+                group.prepared[engine.engine_id] = prepared
             except ServiceError as error:
                 failures[engine.engine_id] = error.message
 
+        offsets, offset = [], 1
+        for engine in group.members:
+            offsets.append(offset)
+            offset += engine.rank_count
         await _all(*(ask(engine, rank) for engine, rank in zip(group.members, offsets, strict=True)))
         return failures
 
-    async def _expect(self, groups: list[_Group]) -> None:
-        """Computes what the engines must hold, before any of them is paused."""
-        for group in groups:
-            for rules in group.rules.values():
-                key = _key(rules)
-                if rules.by_name and key not in self._checksums:
-                    command = Checksums(rules.by_name, rules.algorithm)
-                    self._checksums[key] = await self._rank(command, self._settings.stage_timeout)
+    def _expect(self, prepared: Prepared) -> asyncio.Task:
+        """What an engine must hold, computed once for all engines alike."""
+        key = _key(prepared)
+        if key not in self._checksums:
+            call = self._ranks.call(0, Checksums(prepared.rules, prepared.algorithm), self._settings.stage_timeout)
+            self._checksums[key] = task = asyncio.create_task(call)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to whoever waits for it
+        return self._checksums[key]
 
-    async def _carry(self, epoch: int, version: int, group: _Group, report: UpdateReport) -> None:
-        """Transfer and commit of one group."""
-        with _timed(report, "transfer"):
-            whole = await self._transfer(epoch, group, report)
-        if whole:
-            with _timed(report, "commit"):
-                await self._commit(epoch, version, group, report)
-
-    async def _transfer(self, epoch: int, group: _Group, report: UpdateReport) -> bool:
-        """Bucket by bucket; False when the group broke."""
-        assert self._plan
-        timeout, names = self._settings.timeout, (group.spec.name,)
-        count = len(self._plan.buckets)
-        for index, tensors in enumerate(self._plan.buckets):
-            await self._rank(SendBucket(index, names, timeout), _SEND_SECONDS)
-            failed = await self._transfer_group(group, BucketRequest(epoch, index, count, tensors))
-            own: Mapping[str, str | None] = {}
-            if not failed:  # else our end of the broadcast may have no end
-                own = await self._rank(FinishBucket(names), timeout + 2 * _GRACE_SECONDS)
-            if failed or own[group.spec.name]:
-                await self._break(epoch, group, failed, own.get(group.spec.name), report)
-                return False
-        return True
-
-    async def _transfer_group(self, group: _Group, request: BucketRequest) -> dict[str, str]:
+    async def _transfer(self, update: Update, group: Group) -> tuple[dict[str, str], str | None]:
+        """→ failures by engine id, and ours. What is still going on after the first failure is cut off."""
         failures: dict[str, str] = {}
 
-        async def ask(engine: EngineView) -> None:
+        async def ask(engine: EngineView) -> Received:
             try:
-                await self._rollout.transfer(engine, request, self._settings.timeout + _GRACE_SECONDS)
+                return await self._rollout.transfer(engine, update.epoch, update.left)
             except ServiceError as error:
                 failures[engine.engine_id] = error.message
+                raise
 
-        await _all(*(ask(engine) for engine in group.members))
-        return failures
+        asking = [asyncio.create_task(ask(engine)) for engine in group.members]
+        own = None
+        try:
+            await group.carrier.send(update.left)
+            await reach_async("trainer.mid_transfer")
+            waiting = set(asking)
+            while waiting and not failures and not own:
+                done, waiting = await asyncio.wait(waiting, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                own = None if done else await group.carrier.error()
+            if failures:
+                own = await group.carrier.error()
+        finally:
+            await _cancel(asking)
+        if failures or own:
+            return failures, own
+        longest = max(task.result().seconds for task in asking)
+        update.report.wire_seconds = max(update.report.wire_seconds, longest)
+        return {}, None
 
-    async def _break(
-        self, epoch: int, group: _Group, failed: Mapping[str, str], mine: str | None, report: UpdateReport
-    ) -> None:
-        """Ends a group: `failed` says why by engine id, `mine` on our side."""
-        why = next(iter(failed.values()), None) or f"the trainer's side failed: {mine}"
-        for engine in group.members:
-            report.failed[engine.engine_id] = failed.get(engine.engine_id, f"its weight group broke: {why}")
-        await self._leave([group])
-        await self._abort(epoch, [group], "the weight group broke")
+    async def _commit(self, update: Update, group: Group) -> bool:
+        """False when any of the group failed."""
+        report = update.report
 
-    async def _commit(self, epoch: int, version: int, group: _Group, report: UpdateReport) -> None:
         async def ask(engine: EngineView) -> bool:
-            rules = group.rules[engine.engine_id]
-            expected = self._checksums[_key(rules)] if rules.by_name else {}
+            prepared = group.prepared[engine.engine_id]
+            expected: Mapping[str, str] = self._checksums[_key(prepared)].result() if prepared.rules else {}
+            timeout = max(update.left, LEAST_COMMIT_SECONDS)
             try:
-                paused = await self._rollout.commit(engine, epoch, version, expected, self._settings.timeout)
+                paused = await self._rollout.commit(engine, update.epoch, update.version, expected, timeout)
             except ServiceError as error:
                 report.failed[engine.engine_id] = error.message
-                await self._abort_one(engine, epoch, error.message)
+                self._abort(update.epoch, [engine], error.message)
                 return False
             report.committed.append(engine.engine_id)
             report.verified_tensor_count += len(expected)
+            report.staged_count += prepared.staged
             report.pause_seconds = max(report.pause_seconds, paused)
             return True
 
-        if not all(await _all(*(ask(engine) for engine in group.members))):
-            await self._leave([group])
+        whole = all(await _all(*(ask(engine) for engine in group.members)))
+        if not whole:
+            await self._groups.leave([group])
+        return whole
 
-    async def _abandon(self, epoch: int, groups: Sequence[_Group], why: str) -> None:
+    async def _break(self, update: Update, group: Group, failed: Mapping[str, str], own: str | None = None) -> None:
+        """Ends a group: `failed` says why by engine id, `own` on our side."""
+        ours = f"the trainer's side: {own}" if failed else own
+        why = "; ".join(text for text in (next(iter(failed.values()), None), ours if own else None) if text)
+        members = [engine for engine in group.members if engine.engine_id not in update.report.committed]
+        for engine in members:
+            text = f"its weight group broke: {why}" if failed else str(own)
+            update.report.failed[engine.engine_id] = failed.get(engine.engine_id, text)
+        self._abort(update.epoch, members, f"the weight group broke: {why}")
+        await self._groups.leave([group])
+
+    async def _abandon(self, update: Update, groups: Sequence[Group], why: str) -> None:
         """After an error of our own: the engines must not wait for us until their deadline."""
-        await asyncio.shield(self._abort(epoch, groups, why))
-        with contextlib.suppress(RanksFailed):
-            if self._ranks.failure is None:
-                await asyncio.shield(self._leave(groups))
+        done = update.report.committed
+        members = [engine for group in groups for engine in group.members if engine.engine_id not in done]
+        told = self._abort(update.epoch, members, why)
+        leaving = asyncio.create_task(self._leave_quietly(groups))
+        await asyncio.wait([leaving, *told], timeout=_TELL_SECONDS)
 
-    async def _leave(self, groups: Sequence[_Group]) -> None:
-        """Our end of the groups is gone for good; the engines leave theirs by Abort or at their next Prepare."""
-        names = tuple(group.spec.name for group in groups)
-        self._standing = [group for group in self._standing if group.spec.name not in names]
-        if names:
-            await self._rank(LeaveGroups(names), _LEAVE_SECONDS)
+    async def _leave_quietly(self, groups: Sequence[Group]) -> None:
+        with contextlib.suppress(ServiceError):  # ranks that have failed have left
+            await self._groups.leave(groups)
 
-    async def _rank(self, command: Command, timeout: float) -> Any:
-        """Answer of rank 0, which takes one command at a time."""
-        async with self._rank_lock:
-            return await self._ranks.call(0, command, timeout)
+    async def _rank(self, command: Command) -> Any:
+        return await self._ranks.call(0, command, _COMMAND_SECONDS)
 
-    async def _abort(self, epoch: int, groups: Sequence[_Group], why: str) -> None:
-        await _all(*(self._abort_one(engine, epoch, why) for group in groups for engine in group.members))
+    def _abort(self, epoch: int, engines: Sequence[EngineView], why: str) -> list[asyncio.Task]:
+        """Tells engines, in the background: one that cannot be told gives the update up by its own deadline."""
+        tasks = [asyncio.create_task(self._abort_one(engine, epoch, why)) for engine in engines]
+        self._telling.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._telling.discard)
+        return tasks
 
     async def _abort_one(self, engine: EngineView, epoch: int, why: str) -> None:
-        # An engine that cannot be told gives the update up by its own deadline.
         with contextlib.suppress(ServiceError):
             await self._rollout.abort(engine, epoch, why, _ABORT_SECONDS)
 
 
-def _key(rules: Rules) -> tuple:
-    parts = ((name, rule.sources, rule.padding_bytes) for name, rule in rules.by_name.items())
-    return (rules.algorithm, *sorted(parts))
+def _check_rules(engine: EngineView, prepared: Prepared, known: set[str]) -> None:
+    for name, rule in prepared.rules.items():
+        if missing := [source for source in rule.sources if source not in known]:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "UNKNOWN_TENSOR",
+                f"Engine {engine.engine_id} would check {name} by tensor {missing[0]}, which the trainer does not send:"
+                " it serves another model than the one that is trained.",
+                engine_id=engine.engine_id,
+                tensor=missing[0],
+            )
+
+
+def _key(prepared: Prepared) -> tuple:
+    parts = ((name, rule.sources, rule.padding_bytes) for name, rule in prepared.rules.items())
+    return (prepared.algorithm, *sorted(parts))
 
 
 @contextlib.contextmanager
-def _timed(report: UpdateReport, part: str):
+def _timed(seconds: dict[str, float], part: str):
     began = time.monotonic()
     try:
         yield
     finally:
-        report.seconds[part] = max(report.seconds.get(part, 0.0), time.monotonic() - began)
+        seconds[part] = time.monotonic() - began
 
 
 async def _all(*work: Awaitable | Coroutine) -> list:
@@ -372,6 +346,10 @@ async def _all(*work: Awaitable | Coroutine) -> list:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future] | set[asyncio.Future]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

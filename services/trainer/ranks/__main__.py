@@ -1,13 +1,21 @@
-"""A rank: connects to the controller's socket and serves commands until the connection closes."""
+"""A rank: connects to the controller's socket and serves commands until the connection closes.
+
+Rank 0 serves the commands of `commands.ASIDE` on a second connection, each on a thread of its own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from multiprocessing.connection import Client
+import threading
+from multiprocessing.connection import Client, Connection
+from typing import TYPE_CHECKING
 
 from services.trainer.core import commands
+
+if TYPE_CHECKING:
+    from services.trainer.ranks.worker import RankWorker
 
 
 def _arguments() -> argparse.Namespace:
@@ -20,6 +28,23 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _serve_aside(connection: Connection, worker: RankWorker) -> None:
+    """Answers numbered commands, each when it is done; ends with the connection."""
+    one_at_a_time = threading.Lock()
+
+    def answer(number: int, command: commands.Command) -> None:
+        result = worker.execute(command)
+        with one_at_a_time:
+            connection.send((number, result))
+
+    while True:
+        try:
+            number, command = connection.recv()
+        except (EOFError, OSError):
+            return
+        threading.Thread(target=answer, args=(number, command), daemon=True).start()
+
+
 def main() -> None:
     """Serves one command after the other on this thread."""
     arguments = _arguments()
@@ -30,9 +55,14 @@ def main() -> None:
     key = bytes.fromhex(os.environ[commands.KEY_VARIABLE])
     with Client(arguments.socket, family="AF_UNIX", authkey=key) as connection:
         connection.send(commands.Hello(arguments.rank, os.getpid()))
+        if arguments.rank == 0:
+            aside = Client(arguments.socket, family="AF_UNIX", authkey=key)
+            aside.send(commands.Hello(0, os.getpid(), aside=True))
         from services.trainer.ranks.worker import RankWorker
 
         worker = RankWorker(arguments.rank, arguments.world_size, arguments.master_address, arguments.master_port)
+        if arguments.rank == 0:
+            threading.Thread(target=_serve_aside, args=(aside, worker), daemon=True).start()
         while True:
             try:
                 command = connection.recv()

@@ -6,8 +6,11 @@ own, so that one that hangs or breaks costs its own deadline and nothing else. G
 stands until it is left; it knows nothing of updates.
 
 Invariants:
-- No call here outlasts its timeout by more than `_GRACE_SECONDS`; a thread that does not come back is abandoned
-  together with its group.
+- Every method returns at once. What takes time is begun on a thread; one that does not come back is abandoned together
+  with its group.
+- One order for all communicators of a process: groups are begun and left in the order of their names, and a member of
+  an old group leaves it before it joins another. Since no call waits for a peer, no two groups can wait for each other.
+- At most one broadcast of a group is under way on the device, so that one that hangs holds up no queue but its own.
 - Nothing waits for the device, only for events of a group's own stream, and an NCCL group ends by abort alone: its
   other members may be dead, and whoever synchronised first would hang with them.
 - torch's watchdog ends no group and no process: `NCCL_WATCHDOG_OFF` and `_WATCHDOG_TIMEOUT`. Deadlines are ours.
@@ -19,14 +22,16 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from services.common.fault_points import reach
 from services.trainer.core.commands import GroupSpec
 
 NCCL_WATCHDOG_OFF = {
@@ -39,29 +44,36 @@ communicator reports an error or is slow: an engine's death would be the trainer
 the trainer itself is ended by the controller's deadline instead."""
 
 _WATCHDOG_TIMEOUT = timedelta(days=1)
-_GRACE_SECONDS = 2.0
-_POLL_SECONDS = 0.0005
+_QUICK_SECONDS = 0.1
+"""A wait that has lasted longer is looked at less often."""
 
 
-@dataclass
-class _Sending:
-    """A broadcast under way on a thread. `error`: None while it runs and when it succeeded."""
+class Source(Protocol):
+    """Buckets to send, which may still be being filled."""
 
-    timeout: float
-    deadline: float
-    given_up: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
-    thread: threading.Thread | None = None
+    buckets: Sequence[torch.Tensor]
+    """uint8, on one device."""
+
+    def gathered(self, index: int) -> bool:
+        """Whether a bucket is filled, or will be when its mark is reached. Raises what hindered it."""
+        ...
+
+    def mark(self, index: int) -> torch.cuda.Event | None:
+        """What a stream must wait for before it reads a gathered bucket on a GPU."""
+        ...
 
 
 @dataclass
 class _Group:
-    """A group that stands. `stream`: its own, None without NCCL."""
+    """A group. `process_group`: None until it is joined; `stream`: its own, None without NCCL; `error`: why it is of
+    no use any more."""
 
-    backend: str
-    process_group: dist.ProcessGroup
+    spec: GroupSpec
     stream: torch.cuda.Stream | None
-    sending: _Sending | None = None
+    process_group: dist.ProcessGroup | None = None
+    left: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    at_work: list[threading.Thread] = field(default_factory=list)
 
 
 class WeightGroups:
@@ -77,158 +89,150 @@ class WeightGroups:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Groups that stand."""
+        """Groups that have not been left."""
         return tuple(self._groups)
 
-    def join(self, specs: Iterable[GroupSpec], timeout: float) -> dict[str, str | None]:
-        """Hosts the rendezvous of every group and joins it; one that stands already is joined. Returns an error
-        sentence or None by name. NCCL makes its communicator with the first bucket, which takes half a second more."""
-        specs = list(specs)
-        found = {spec.name: None for spec in specs if spec.name in self._groups}
-        made: dict[str, _Group] = {}
+    @property
+    def at_work(self) -> tuple[str, ...]:
+        """Groups that are being joined or sent to."""
+        groups = list(self._groups.items())
+        return tuple(name for name, group in groups if any(thread.is_alive() for thread in group.at_work))
 
-        def join_one(spec: GroupSpec) -> None:
-            made[spec.name] = self._new_group(spec, timedelta(seconds=timeout))
+    def join(self, specs: Iterable[GroupSpec], timeout: float) -> None:
+        """Begins to host the rendezvous of every group and to join it, for at most `timeout` seconds; one that stands
+        is left as it is. NCCL makes its communicator with the first bucket, which takes half a second more."""
+        for spec in sorted(specs, key=lambda spec: spec.name):
+            if spec.name not in self._groups:
+                nccl = spec.backend == "nccl"
+                group = _Group(spec, torch.cuda.Stream(self._device) if nccl else None)
+                self._groups[spec.name] = group
+                self._begin(group, self._join, timeout)
 
-        new = {spec.name: lambda spec=spec: join_one(spec) for spec in specs if spec.name not in found}
-        results = _on_threads(new, timeout)
-        # One that comes up later was answered with an error: nobody would ever leave it.
-        self._groups |= {name: made[name] for name, error in results.items() if error is None}
-        return found | results
+    def send(self, source: Source, names: Iterable[str], timeout: float) -> None:
+        """Begins to broadcast every bucket over every named group, in order, for at most `timeout` seconds in all; a
+        group that is still being joined is sent to when it is. The buckets must stay as they are until then. A group
+        without NCCL gets copies in host memory."""
+        for name in sorted(names):
+            if group := self._groups.get(name):
+                self._begin(group, self._send, source, timeout)
 
-    def _new_group(self, spec: GroupSpec, timeout: timedelta) -> _Group:
-        nccl = spec.backend == "nccl"
+    def errors(self, names: Iterable[str]) -> dict[str, str | None]:
+        """What went wrong on this side, by name; None for a group that is well or at work."""
+        found = {name: self._groups.get(name) for name in names}
+        gone = "weight group {} was not joined, or has been left"
+        return {name: group.error if group else gone.format(name) for name, group in found.items()}
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Leaves groups, whatever they are at; unknown names are ignored."""
+        for name in sorted(names):
+            if group := self._groups.pop(name, None):
+                self._end(group)
+
+    def leave_all(self) -> None:
+        """Leaves every group."""
+        self.leave(self.names)
+
+    def _begin(self, group: _Group, work: Callable, *args: object) -> None:
+        before = [thread for thread in group.at_work if thread.is_alive()]
+        deadline = time.monotonic() + float(args[-1])
+        # The group is passed on, not captured: the thread's end must not keep a group alive that was left.
+        thread = threading.Thread(target=self._run, args=(group, before, work, *args[:-1], deadline), daemon=True)
+        group.at_work = [*before, thread]
+        thread.start()
+
+    def _run(self, group: _Group, before: list[threading.Thread], work: Callable, *args: object) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            _await(lambda: not any(thread.is_alive() for thread in before), group, args[-1])
+            if group.error is None:
+                work(group, *args)
+        except Exception as error:
+            group.error = _sentence(error)
+            if not group.left.is_set():
+                self._end(group)  # whoever waits for us at the other end learns it from a closed connection
+
+    def _join(self, group: _Group, deadline: float) -> None:
+        spec, timeout = group.spec, timedelta(seconds=max(deadline - time.monotonic(), 0.1))
         store = dist.TCPStore(
-            spec.master_address, spec.master_port, spec.world_size, is_master=True, timeout=timeout, multi_tenant=True
+            spec.master_address,
+            spec.master_port,
+            spec.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
-        group, _ = distributed_c10d._new_process_group_helper(
+        made, _ = distributed_c10d._new_process_group_helper(
             spec.world_size,
             0,
             [],
             dist.Backend(spec.backend),
             dist.PrefixStore(spec.name, store),
             group_name=spec.name,
-            timeout=_WATCHDOG_TIMEOUT if nccl else timeout,
+            timeout=_WATCHDOG_TIMEOUT if group.stream else timeout,
         )
-        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(spec.world_size)}
-        return _Group(spec.backend, group, torch.cuda.Stream(self._device) if nccl else None)
+        distributed_c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(spec.world_size)}
+        group.process_group = made
+        if group.left.is_set():  # meanwhile: nobody else would ever end it
+            self._end(group)
 
-    def send(self, tensor: torch.Tensor, names: Iterable[str], timeout: float) -> None:
-        """Begins to broadcast a tensor over every named group; `finish` tells how it went. The tensor must stay as it
-        is until then. `timeout` in seconds, from now. A group without NCCL gets a copy in host memory."""
-        names = list(names)
-        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-        over_host = any(name in self._groups and not self._groups[name].stream for name in names)
-        host = tensor.cpu() if over_host else tensor
-        for name in names:
-            group = self._groups.get(name)
-            if group is None:
-                continue  # `finish` says so
-            group.sending = sending = _Sending(timeout, time.monotonic() + timeout)
-            source = tensor if group.stream else host
-            # The group is passed on, not captured: the thread's end must not keep a group alive that was left.
-            sending.thread = threading.Thread(target=self._run, args=(group, sending, source, ready), daemon=True)
-            sending.thread.start()
+    def _send(self, group: _Group, source: Source, deadline: float) -> None:
+        for index, bucket in enumerate(source.buckets):
+            reach("rank.mid_transfer", bucket=str(index))
+            _await(lambda index=index: source.gathered(index), group, deadline)
+            self._broadcast(group, bucket, source.mark(index), deadline)
 
-    def _run(self, group: _Group, sending: _Sending, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> None:
-        try:
-            self._broadcast(group, sending, tensor, ready)
-        except Exception as error:
-            sending.error = _sentence(error)
-
-    def _broadcast(
-        self, group: _Group, sending: _Sending, tensor: torch.Tensor, ready: torch.cuda.Event | None
-    ) -> None:
+    def _broadcast(self, group: _Group, bucket: torch.Tensor, mark: torch.cuda.Event | None, deadline: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=sending.timeout)
+        options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+        made = group.process_group
+        if made is None:
+            raise RuntimeError("the group was left")
         if group.stream is None:
-            work = group.process_group.broadcast([tensor], options)
-            _await(work.is_completed, sending)
+            if mark:
+                mark.synchronize()  # of gathering, which waits for nobody
+            work = made.broadcast([bucket.cpu()], options)
+            _await(work.is_completed, group, deadline)
             work.wait()  # raises what went wrong
             return
-        torch.cuda.set_device(self._device)
         with torch.cuda.stream(group.stream):
-            group.stream.wait_event(ready)
+            group.stream.wait_event(mark)
             # With NCCL, wait() makes the group's stream wait and returns at once.
-            group.process_group.broadcast([tensor], options).wait()
+            made.broadcast([bucket], options).wait()
             done = group.stream.record_event()
-        _await(done.query, sending)
+        _await(done.query, group, deadline)
 
-    def finish(self, names: Iterable[str]) -> dict[str, str | None]:
-        """Waits for the end of the last `send` over the named groups. Returns an error sentence or None by name; a
-        group that failed is left."""
-        results = {name: self._finish_one(name) for name in names}
-        self.leave([name for name, error in results.items() if error is not None])
-        return results
+    def _end(self, group: _Group) -> None:
+        """Ends a group's communicator on a thread: an abort may wait for the device."""
+        group.left.set()
+        made, group.process_group = group.process_group, None
+        if made is not None:
+            box, nccl = [made], group.stream is not None
+            threading.Thread(target=self._destroy, args=(box, nccl), daemon=True).start()
 
-    def _finish_one(self, name: str) -> str | None:
-        group = self._groups.get(name)
-        if group is None or group.sending is None:
-            return f"weight group {name} was not joined, or has been left"
-        sending = group.sending
-        sending.thread.join(max(sending.deadline + _GRACE_SECONDS - time.monotonic(), 0))
-        if sending.thread.is_alive():
-            return f"did not come back within {sending.timeout:g} s"
-        group.sending = None
-        return sending.error
-
-    def leave(self, names: Iterable[str]) -> None:
-        """Leaves groups, also in the middle of a bucket; unknown names are ignored."""
-        ends = {}
-        for name in [name for name in names if name in self._groups]:
-            group = self._groups.pop(name)
-            if group.sending is not None:
-                group.sending.given_up.set()
-            box = [group.process_group]
-            ends[name] = lambda box=box, nccl=group.stream is not None: self._end(box, nccl)
-            del group
-        _on_threads(ends, 0.0)
-
-    def _end(self, box: list[dist.ProcessGroup], nccl: bool) -> None:
-        group = box.pop()  # the last reference dies on this thread: its destructor may wait for a peer
+    def _destroy(self, box: list[dist.ProcessGroup], nccl: bool) -> None:
+        made = box.pop()  # the last reference dies on this thread: its destructor may wait for a peer
         if nccl:
             torch.cuda.set_device(self._device)
-            group._get_backend(self._device).abort()
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group(group)
-
-    def leave_all(self) -> None:
-        """Leaves every group."""
-        self.leave(self.names)
+        with contextlib.suppress(RuntimeError):  # without a communicator there is nothing to abort
+            made._get_backend(self._device if nccl else torch.device("cpu")).abort()
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(made)
 
 
-def _await(finished: Callable[[], bool], sending: _Sending) -> None:
+def _await(finished: Callable[[], bool], group: _Group, deadline: float) -> None:
+    began = time.monotonic()
     while not finished():
-        if sending.given_up.is_set():
+        now = time.monotonic()
+        if group.left.is_set():
             raise RuntimeError("the group was left")
-        if time.monotonic() > sending.deadline:
-            raise TimeoutError(f"no end of the transfer after {sending.timeout:g} s")
-        time.sleep(_POLL_SECONDS)
-    if sending.given_up.is_set():  # an abort ends the wait as well
+        if now > deadline:
+            raise TimeoutError("no end of the transfer by its deadline")
+        time.sleep(0.0001 if now - began < _QUICK_SECONDS else 0.001)
+    if group.left.is_set():  # an abort ends the wait as well
         raise RuntimeError("the group was left")
-
-
-def _on_threads(calls: Mapping[str, Callable[[], None]], timeout: float) -> dict[str, str | None]:
-    """Runs every call on a thread of its own; an error sentence or None by name."""
-    results: dict[str, str | None] = {}
-
-    def run(name: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            results.setdefault(name, _sentence(error))
-        else:
-            results.setdefault(name, None)
-
-    threads = {name: threading.Thread(target=run, args=(name, call), daemon=True) for name, call in calls.items()}
-    for thread in threads.values():
-        thread.start()
-    deadline = time.monotonic() + timeout + _GRACE_SECONDS
-    for name, thread in threads.items():
-        thread.join(max(deadline - time.monotonic(), 0))
-        results.setdefault(name, f"did not come back within {timeout:g} s")
-    return {name: results[name] for name in calls}
 
 
 def _sentence(error: Exception) -> str:

@@ -1,4 +1,8 @@
-"""Carries out commands: one method per command, in terms of this package's parts. Knows nothing of sockets."""
+"""Carries out commands: one method per command, in terms of this package's parts. Knows nothing of sockets.
+
+The commands of `commands.ASIDE` may come on any thread at any time; the others come one at a time, and find the
+weights gathered that an earlier one staged.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ class RankWorker:
         self._rank, self._world = rank, (rank, world_size, master_port, master_address)
         self._step_count = 0
         self._ready = False
+        self._staging = None
         self._staged = None
         self._handlers: dict[type, Callable] = {
             commands.Setup: self._setup,
@@ -34,8 +39,8 @@ class RankWorker:
             commands.StageWeights: self._stage_weights,
             commands.Checksums: self._checksums,
             commands.JoinGroups: lambda c: self._groups.join(c.groups, c.timeout),
-            commands.SendBucket: self._send_bucket,
-            commands.FinishBucket: lambda c: self._groups.finish(c.group_names),
+            commands.SendWeights: lambda c: self._groups.send(self._need_staged(), c.group_names, c.timeout),
+            commands.GroupErrors: lambda c: self._groups.errors(c.group_names),
             commands.LeaveGroups: lambda c: self._groups.leave(c.group_names),
             commands.ReleaseWeights: self._release_weights,
             commands.SaveCheckpoint: self._save_checkpoint,
@@ -47,6 +52,9 @@ class RankWorker:
         """Answer of a command; never raises."""
         try:
             self._check_order(command)
+            if self._staging is not None and not isinstance(command, commands.ASIDE):
+                staging, self._staging = self._staging, None
+                staging.finish()
             return commands.Result(self._handlers[type(command)](command))
         except ServiceError as error:
             return commands.Failure(error.message, traceback.format_exc(), error.reason)
@@ -122,22 +130,23 @@ class RankWorker:
         return list_weights(self._policy.model, self._policy.hf)
 
     def _stage_weights(self, command: commands.StageWeights) -> commands.BucketPlan | None:
-        from services.trainer.ranks.weights import stage_weights
+        from services.trainer.ranks.weights import Staging
 
-        self._staged = None  # free the old version before the new one is gathered
-        self._staged = stage_weights(self._policy.model, self._policy.hf, command.bucket_bytes, self._device)
+        # A group that is still sent to reads the old bytes: theirs are then left to it.
+        before = None if self._groups.at_work else self._staged
+        self._staged = None  # else free the old version before the new one is gathered
+        self._staging = Staging(self._policy.model, self._policy.hf, command.bucket_bytes, self._device, before)
+        self._staged = self._staging.staged
         return None if self._staged is None else self._staged.plan
 
     def _need_staged(self):
-        if self._staged is None:
+        staged = self._staged
+        if staged is None:
             raise _wrong_order("no weights are staged on this rank; send StageWeights first, and this to rank 0")
-        return self._staged
+        return staged
 
     def _checksums(self, command: commands.Checksums) -> dict[str, str]:
         return self._need_staged().checksums(command.rules, command.algorithm)
-
-    def _send_bucket(self, command: commands.SendBucket) -> None:
-        self._groups.send(self._need_staged().buckets[command.index], command.group_names, command.timeout)
 
     def _release_weights(self, _command: commands.ReleaseWeights) -> None:
         self._staged = None
@@ -148,7 +157,12 @@ class RankWorker:
         if command.step_count != self._step_count:
             raise _wrong_order(f"a checkpoint of {command.step_count} steps, but {self._step_count} were trained")
         start = time.perf_counter()
-        path = save_checkpoint(self._policy, command.path, command.step_count)
+        try:
+            path = save_checkpoint(self._policy, command.path, command.step_count)
+        except ServiceError as error:
+            if error.reason != "CHECKPOINT_FAILED":
+                raise
+            return commands.SaveResult(command.path, time.perf_counter() - start, error.message)
         return commands.SaveResult(str(path), time.perf_counter() - start)
 
     def _export_hf(self, command: commands.ExportHf) -> commands.ExportResult:

@@ -10,7 +10,9 @@ import pytest
 
 from services.common.errors import Code, ServiceError
 from services.trainer.core import fleet as fleets
-from services.trainer.core.commands import Setup, SetupResult
+from services.trainer.core import update_report
+from services.trainer.core import weights as updates
+from services.trainer.core.commands import ChecksumRule, Setup, SetupResult
 from services.trainer.core.fleet import EngineFleet, FleetSettings
 from services.trainer.core.ports import RanksFailed
 from services.trainer.core.progress import Progress
@@ -63,7 +65,9 @@ async def test_all_engines_get_the_staged_weights(tmp_path):
     assert scene.published == [1]
     assert set(scene.world.held.values()) == {(1, 5)}
     assert len(scene.ranks.groups) == 3
-    assert {"prepare", "checksums", "transfer", "commit", "stage", "publish"} == report.seconds.keys()
+    parts = {"prepare", "checksums", "transfer", "commit", "stragglers", "stage", "publish"}
+    assert report.seconds.keys() == parts
+    assert (report.wire_seconds, report.staged_count) == (0.125, 3)
 
 
 @pytest.mark.parametrize("call", ["prepare", "transfer", "commit"])
@@ -130,7 +134,7 @@ async def test_a_late_member_of_a_shared_group_leaves_it(tmp_path):
     scene = Scene(tmp_path, engines=2, group_size=2)
     await scene.push(1)
     scene.world.engines["n-1"] = replace(scene.world.engines["n-1"], state=EngineState.STALE, weight_version=0)
-    report = await scene.fleet.catch_up()
+    (report,) = await scene.fleet.catch_up()
     assert report.committed == ["n-1"]
     assert scene.ranks.groups == {"r-7000002-0"}, "an engine is in one group"
     report = await scene.push(2)
@@ -138,36 +142,93 @@ async def test_a_late_member_of_a_shared_group_leaves_it(tmp_path):
     assert scene.ranks.groups == {"r-7000002-0", "r-7000003-0"}
 
 
-async def test_our_end_of_a_broken_transfer_is_not_waited_for(tmp_path):
-    scene = Scene(tmp_path, engines=1)
+async def test_what_our_side_knows_of_a_broken_transfer_is_told(tmp_path):
+    scene = Scene(tmp_path, engines=2, group_size=2)
     scene.fail("transfer", "n-0")
-    scene.ranks.die_in["FinishBucket"] = RanksFailed(0, "nobody may wait for a dead engine", answered=True)
-    with pytest.raises(ServiceError, match="it is gone"):
-        await scene.push(1)
+    scene.ranks.errors["r-7000001-0"] = "no memory"
+    await scene.updater.stage()
+    report = await scene.updater.push(1, await scene.fleet.engines())
+    assert report.failed["n-1"] == "its weight group broke: Engine n-0: it is gone.; the trainer's side: no memory"
+
+
+async def test_a_transfer_that_cannot_begin_on_our_side_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(updates, "_LOOK_SECONDS", 0.01)
+    scene = Scene(tmp_path, engines=2)
+    hang(scene, "n-0")
+    scene.ranks.errors["r-7000001-0"] = "no memory"
+    report = await scene.push(1)
+    assert (report.committed, report.failed) == (["n-1"], {"n-0": "no memory"})
+    assert report.late == []
+
+
+def hang(scene: Scene, engine_id: str) -> asyncio.Event:
+    """Transfers of an engine end when the event is set, with an error."""
+    transfer, hanging = scene.rollout.transfer, asyncio.Event()
+
+    async def slow(engine, epoch, timeout):
+        if engine.engine_id == engine_id:
+            await hanging.wait()
+            scene.fail("transfer", engine_id, "it was silent")
+        return await transfer(engine, epoch, timeout)
+
+    scene.rollout.transfer = slow
+    return hanging
+
+
+async def until(condition) -> None:
+    """Waits a little for something that happens beside."""
+    for _ in range(200):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
 
 
 async def test_a_slow_group_delays_no_other_one(tmp_path):
     scene = Scene(tmp_path, engines=2)
     await scene.push(1)
-    transfer, hanging = scene.rollout.transfer, asyncio.Event()
-
-    async def slow(engine, request, timeout):
-        if engine.engine_id == "n-0":
-            await hanging.wait()
-            scene.fail("transfer", "n-0", "it was silent")
-        return await transfer(engine, request, timeout)
-
-    scene.rollout.transfer = slow
+    hanging = hang(scene, "n-0")
     pushing = asyncio.create_task(scene.push(2))
-    for _ in range(200):
-        await asyncio.sleep(0.01)
-        if scene.world.held["n-1"][0] == 2:
-            break
-    assert scene.world.held["n-1"][0] == 2, "it serves while the other hangs"
+    await until(lambda: scene.world.held["n-1"][0] == 2)  # it serves while the other hangs
     assert not pushing.done()
     hanging.set()
     report = await pushing
     assert (report.committed, list(report.failed)) == (["n-1"], ["n-0"])
+
+
+async def test_a_straggler_is_left_and_caught_up_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_report, "_LEAST_PATIENCE", 0.05)
+    scene = Scene(tmp_path, engines=4)
+    await scene.push(1)
+    hanging = hang(scene, "n-2")
+    report = await scene.push(2)
+    assert sorted(report.committed) == ["n-0", "n-1", "n-3"]
+    assert report.late == ["n-2"]
+    assert "when the others had the version" in report.failed["n-2"]
+    assert scene.published == [1, 2]
+    assert report.total_seconds < 1
+    assert "r-7000001-2" not in scene.ranks.groups, "its group was left"
+    await until(lambda: ("n-2", 7_000_002) in scene.rollout.aborted)
+    hanging.set()
+    scene.world.faults.clear()
+    scene.rollout.transfer = type(scene.rollout).transfer.__get__(scene.rollout)
+    (report,) = await scene.fleet.catch_up()
+    assert report.committed == ["n-2"]
+    assert scene.world.held["n-2"] == (2, 0)
+
+
+async def test_slow_engines_are_waited_for_as_long_as_nobody_has_the_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_report, "_LEAST_PATIENCE", 0.01)
+    scene = Scene(tmp_path, engines=2)
+    prepare = scene.rollout.prepare
+
+    async def slow(engine, request, timeout):
+        await asyncio.sleep(0.3 if engine.engine_id == "n-0" else 0.4)
+        return await prepare(engine, request, timeout)
+
+    scene.rollout.prepare = slow
+    report = await scene.push(1)
+    assert sorted(report.committed) == ["n-0", "n-1"], "three times 0.3 s are enough for the second"
 
 
 async def test_epochs_grow_over_updates_and_sessions(tmp_path):
@@ -207,28 +268,55 @@ async def test_late_joiner_gets_the_published_version_not_a_newer_one(tmp_path):
     scene.ranks.history += ["trained", "meanwhile"]
     assert scene.world.engines["n-1"].state is EngineState.STALE
     scene.world.faults.clear()
-    report = await scene.fleet.catch_up()
-    assert report is not None
+    (report,) = await scene.fleet.catch_up()
     assert report.committed == ["n-1"]
     assert scene.world.held["n-1"] == (1, 0)
     assert scene.published == [1]
-    assert await scene.fleet.catch_up() is None
+    assert await scene.fleet.catch_up() == []
 
 
-async def test_late_joiners_wait_for_the_ranks(tmp_path):
+async def test_late_joiners_do_not_wait_for_a_training_step(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    await scene.push(1)
+    scene.ranks.history += ["trained"]
+    scene.world.add_engine("n-1")
+    background = asyncio.create_task(scene.fleet.catch_up_forever())
+    async with scene.lock:  # the ranks are at work
+        scene.ranks.busy = True
+        await until(lambda: "n-1" in scene.world.held)
+    background.cancel()
+    assert scene.world.held["n-1"] == (1, 0)
+
+
+async def test_a_full_push_ends_what_late_joiners_are_at(tmp_path):
     scene = Scene(tmp_path, engines=1)
     await scene.push(1)
     scene.world.add_engine("n-1")
+    hang(scene, "n-1")
     background = asyncio.create_task(scene.fleet.catch_up_forever())
-    async with scene.lock:
-        await asyncio.sleep(0.1)
-        assert "n-1" not in scene.world.held
-    for _ in range(100):
-        await asyncio.sleep(0.01)
-        if "n-1" in scene.world.held:
-            break
+    await until(lambda: "r-7000002-0" in scene.ranks.groups)
+    scene.rollout.transfer = type(scene.rollout).transfer.__get__(scene.rollout)
+    report = await scene.push(2)
+    assert sorted(report.committed) == ["n-0", "n-1"]
+    assert ("n-1", 7_000_002) in scene.rollout.aborted
+    assert "r-7000002-0" not in scene.ranks.groups
     background.cancel()
-    assert scene.world.held["n-1"] == (1, 0)
+    assert set(scene.world.held.values()) == {(2, 0)}
+
+
+async def test_a_late_joiner_that_hangs_holds_up_no_other(tmp_path):
+    scene = Scene(tmp_path, engines=1)
+    await scene.push(1)
+    scene.world.add_engine("n-1")
+    hang(scene, "n-1")
+    background = asyncio.create_task(scene.fleet.catch_up_forever())
+    await until(lambda: "r-7000002-0" in scene.ranks.groups)
+    scene.world.add_engine("n-2")
+    await until(lambda: "n-2" in scene.world.held)
+    assert "n-1" not in scene.world.held
+    background.cancel()
+    await asyncio.gather(background, return_exceptions=True)
+    assert "r-7000002-0" not in scene.ranks.groups
 
 
 async def test_a_broken_engine_is_not_asked_all_the_time(tmp_path):
@@ -236,8 +324,9 @@ async def test_a_broken_engine_is_not_asked_all_the_time(tmp_path):
     await scene.push(1)
     scene.world.add_engine("n-1")
     scene.fail("prepare", "n-1")
-    assert (await scene.fleet.catch_up()).failed.keys() == {"n-1"}
-    assert await scene.fleet.catch_up() is None, "it is left alone for a while"
+    (report,) = await scene.fleet.catch_up()
+    assert report.failed.keys() == {"n-1"}
+    assert await scene.fleet.catch_up() == [], "it is left alone for a while"
 
 
 async def test_engines_that_cannot_join_are_not_asked(tmp_path):
@@ -247,6 +336,20 @@ async def test_engines_that_cannot_join_are_not_asked(tmp_path):
     report = await scene.push(1)
     assert report.committed == ["n-0"]
     assert report.failed == {}
+
+
+async def test_an_engine_of_another_model_is_named(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    prepare = scene.rollout.prepare
+
+    async def other(engine, request, timeout):
+        prepared = await prepare(engine, request, timeout)
+        return replace(prepared, rules={"z": ChecksumRule(("z",))}) if engine.engine_id == "n-1" else prepared
+
+    scene.rollout.prepare = other
+    report = await scene.push(1)
+    assert report.committed == ["n-0"]
+    assert "would check z by tensor z, which the trainer does not send" in report.failed["n-1"]
 
 
 async def test_an_engine_without_our_backend_is_named(tmp_path):
@@ -259,7 +362,7 @@ async def test_an_engine_without_our_backend_is_named(tmp_path):
 
 async def test_engines_are_told_when_the_ranks_die(tmp_path):
     scene = Scene(tmp_path, engines=2)
-    scene.ranks.die_in["SendBucket"] = RanksFailed(0, "Rank 0 was ended by signal 9.", answered=False)
+    scene.ranks.die_in["SendWeights"] = RanksFailed(0, "Rank 0 was ended by signal 9.", answered=False)
     with pytest.raises(RanksFailed):
         await scene.push(1)
     assert sorted(engine for engine, _ in scene.rollout.aborted) == ["n-0", "n-1"]

@@ -15,7 +15,7 @@ To add a layer parameter: one line in `_LAYER`. Kinds, by how tensor parallelism
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,7 +176,8 @@ def _full_shapes(entry: _Entry, hf: HfConfig, ranks: int) -> list[tuple[int, ...
 
 @torch.no_grad()
 def gather_weights(model: torch.nn.Module, hf: HfConfig) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(Hugging Face name, full tensor on tensor-parallel rank 0, else None), one parameter at a time."""
+    """(Hugging Face name, full tensor on tensor-parallel rank 0, else None), one parameter at a time. A tensor may be a
+    view of the parameter."""
     group = parallel_state.get_tensor_model_parallel_group()
     for entry in _entries(model, hf):
         shards = _gather(entry, group)
@@ -199,13 +200,18 @@ def _merge(kind: str, shards: list[torch.Tensor], hf: HfConfig) -> list[torch.Te
     if kind == "whole":
         return shards
     if kind == "columns":
-        return [torch.cat(shards, dim=1)]
+        return [_joined(shards, dim=1)]
     if kind == "vocabulary":
-        return [torch.cat(shards)[: hf.vocab_size]]
+        return [_joined(shards)[: hf.vocab_size]]
     if kind == "gate_up":
-        return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-    full = torch.cat(shards)
+        return [_joined(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+    full = _joined(shards)
     by_group = full.reshape(hf.kv_heads, -1, *full.shape[1:])
     queries = hf.heads // hf.kv_heads * hf.head_dim
     parts = by_group.split([queries, hf.head_dim, hf.head_dim], dim=1)
     return [part.reshape(-1, *full.shape[1:]) for part in parts]
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """One after the other; a lone one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)

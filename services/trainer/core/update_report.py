@@ -1,0 +1,63 @@
+"""A weight update in numbers: its deadline, how long slow engines are waited for, and what it did. Pure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from services.trainer.core.buckets import BucketPlan
+
+LEAST_COMMIT_SECONDS = 5.0
+"""A commit that begins just before the deadline is not cut off at once."""
+_LEAST_PATIENCE, _PATIENCE = 2.0, 3.0
+"""With a group that took `s` seconds, the others have max(least, patience × s) more."""
+
+
+@dataclass
+class UpdateReport:
+    """What an update did. `failed`: engine id → why, `late`: those of them that were only too slow. `seconds` by part,
+    of the slowest group that was committed, "stragglers": beyond it. `wire_seconds`: the longest an engine was
+    receiving; `pause_seconds`: the longest standstill; `staged_count`: engines that served on meanwhile;
+    `verified_tensor_count`: checksums that engines compared before they served, over all engines; `new_group_count`:
+    groups that did not stand before."""
+
+    version: int
+    verified_tensor_count: int = 0
+    committed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    staged_count: int = 0
+    total_bytes: int = 0
+    bucket_count: int = 0
+    new_group_count: int = 0
+
+
+@dataclass
+class Update:
+    """One push. Times are of `time.monotonic`."""
+
+    epoch: int
+    version: int
+    plan: BucketPlan
+    join_timeout: float
+    began: float
+    deadline: float
+    report: UpdateReport
+    last_success: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that groups still have."""
+        if not self.last_success:
+            return self.left + 2 * LEAST_COMMIT_SECONDS  # every call has its own deadline
+        took = self.last_success - self.began
+        return max(self.last_success + max(_LEAST_PATIENCE, _PATIENCE * took) - time.monotonic(), 0.0)
