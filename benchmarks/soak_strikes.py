@@ -262,7 +262,7 @@ class Striker:
         tier, world = strike.card.tier, self.world
         if tier == "engine":
             return await self._engine(strike)
-        below = {"router": ("rollout", "router_launcher"), "rank": ("trainer", "trainer.ranks"),
+        below = {"router": ("rollout", "router"), "rank": ("trainer", "trainer.ranks"),
                  "reward worker": ("reward", "")}  # fmt: skip
         if tier in below:
             found = world.below(*below[tier])
