@@ -133,6 +133,7 @@ class EngineFleet:
         self._pushing = True
         try:
             await self._stop_late_joiners()
+            self._version = 0  # nobody joins at what is staged from here on before it is published
             async with self._lock:
                 staged = await self._updater.stage()
             report = await self._push_until_one_has_it(version, step, check)
@@ -140,6 +141,7 @@ class EngineFleet:
             await reach_async("trainer.after_commit")
             await publish(version)
             self._version, self._step = version, step
+            self._updater.published(version, step)
         finally:
             self._pushing = False
         report.seconds |= {"stage": staged, "publish": time.monotonic() - pushed}
