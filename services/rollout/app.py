@@ -32,6 +32,8 @@ from services.rollout.servicer_weights import WeightServicer
 
 log = get_logger(__name__)
 
+_REGISTER_AGAIN = 0.5
+"""A node that has missed its lease has no engine for the trainer until it is back."""
 _ROLLOUT = "tetrarch.rollout.v1.RolloutService"
 _WEIGHTS = "tetrarch.rollout.v1.WeightService"
 
@@ -105,8 +107,9 @@ class App:
 
     async def _register(self) -> None:
         """Renews this node's lease in the registry."""
-        node = self.node
+        node, ttl = self.node, self._settings.member_ttl
         while True:
+            pause = ttl / 4
             attributes = {
                 "run_id": node.run_id,
                 "engines": str(len(node.slots)),
@@ -117,7 +120,8 @@ class App:
                 await self._buffer.register(self._node_id, self.server.address, node.incarnation, attributes)
             except ServiceError as error:
                 log.warning("node is not registered", error=str(error))
-            await asyncio.sleep(self._settings.member_ttl / 4)
+                pause = min(pause, _REGISTER_AGAIN)
+            await asyncio.sleep(pause)
 
 
 async def serve(settings: RolloutNodeSettings) -> None:

@@ -42,12 +42,16 @@ class SmallDisk:
         """Room left."""
         return shutil.disk_usage(self.path).free
 
-    def fill(self, leave: int = 0) -> None:
-        """Takes all room but `leave` bytes (whole blocks of 4 KiB)."""
-        self.make_room()
-        amount = max(self.free_bytes - leave, 0) // _BLOCK * _BLOCK
-        with (self.path / _FILLER).open("wb") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, amount) if amount else None
+    def fill(self) -> None:
+        """Takes all room, whatever others write meanwhile."""
+        size, step = 0, max(self.free_bytes, _BLOCK)
+        with (self.path / _FILLER).open("ab") as file:
+            while step >= _BLOCK:
+                try:
+                    os.posix_fallocate(file.fileno(), size, step)
+                    size += step
+                except OSError:  # all or nothing
+                    step //= 2
 
     def make_room(self) -> None:
         """Gives back what `fill` took."""

@@ -21,11 +21,12 @@ class TcpProxy:
 
     Args:
         target: host:port.
-        host: where it listens.
+        host, port: where it listens; port 0 takes a free one.
     """
 
-    def __init__(self, target: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, target: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self._target, self._host = target, host
+        self.port = port
         self._server: asyncio.Server | None = None
         self._pairs: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, ...]] = {}
         self._passing = asyncio.Event()
@@ -34,7 +35,6 @@ class TcpProxy:
         self._delay = 0.0
         self._rate: float | None = None
         self._free_at = {"up": 0.0, "down": 0.0}
-        self.port = 0
         self.accepted_count = 0
         """Connections so far."""
         self.byte_counts = {"up": 0, "down": 0}
@@ -45,16 +45,29 @@ class TcpProxy:
         """host:port for clients."""
         return f"{self._host}:{self.port}"
 
-    async def __aenter__(self) -> TcpProxy:
-        self._server = await asyncio.start_server(self._accept, self._host, 0)
+    @property
+    def open_count(self) -> int:
+        """Connections that stand."""
+        return len(self._pairs)
+
+    async def open(self) -> None:
+        """Listens."""
+        self._server = await asyncio.start_server(self._accept, self._host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Stops listening and resets every connection."""
+        if self._server:
+            self._server.close()
+        self._reset_all()
+        await asyncio.gather(*self._pairs, return_exceptions=True)
+
+    async def __aenter__(self) -> TcpProxy:
+        await self.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server
-        self._server.close()
-        self._reset_all()
-        await asyncio.gather(*self._pairs, return_exceptions=True)
+        await self.close()
 
     # -- faults
 

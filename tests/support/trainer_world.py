@@ -96,6 +96,8 @@ class World:
     held: dict[str, tuple[int, list]] = field(default_factory=dict)
     """Engine → (version, history of the weights it holds)."""
     problem: str = ""
+    full_at: tuple[int, ...] = ()
+    """Steps done at which the disk refuses a checkpoint."""
     calls: int = 0
     crash_at: int | None = None
     log: list[str] = field(default_factory=list)
@@ -314,6 +316,8 @@ class MemoryRanks:
     def _SaveCheckpoint(self, command: commands.SaveCheckpoint) -> commands.SaveResult:
         assert command.step_count == self.steps
         path = f"{command.path}/step_{command.step_count:06d}"
+        if command.step_count in self.world.full_at:
+            return commands.SaveResult(command.path, 0.01, f"{path} could not be written: the disk is full")
         self.world.files[path] = (self.steps, list(self.history or []))
         self.world.tick()
         self.world.latest[command.path] = path

@@ -238,7 +238,7 @@ class TrainingLoop:
                 metrics |= await self._update_weights()
         if self._due(self._spec.trainer.save_interval, done):
             with self._clock.part("save"):
-                await self._save()
+                await self._save(must=False)
         if self._fleet and self._due(self._spec.rollout.eval_interval, done):
             with self._clock.part("eval"):
                 await self._evaluate()
@@ -310,7 +310,7 @@ class TrainingLoop:
         self._write("update_weights", done - 1, said, update_message(version, report))
         return metrics
 
-    async def _save(self) -> None:
+    async def _save(self, *, must: bool = True) -> None:
         if self._rollout_only:
             return
         self._progress.enter(Phase.SAVING)
@@ -323,7 +323,10 @@ class TrainingLoop:
                 self.save_directory,
                 (ports.ranks, ports.buffer, ports.files),
                 self._settings.save_timeout,
+                must=must,
             )
+        if result.problem:
+            return self._write("notice", done - 1, {}, f"the run goes on without a checkpoint: {result.problem}")
         self._saved_step_count = done
         self._write("checkpoint", done - 1, {"seconds": result.seconds}, f"checkpoint {result.path}")
 
@@ -359,7 +362,7 @@ class TrainingLoop:
     async def _stopped(self) -> Outcome:
         """A stop costs nothing: what was trained is saved."""
         if self._progress.step_count and self._saved_step_count != self._progress.step_count:
-            await self._save()
+            await self._save(must=False)
         return Outcome.STOPPED
 
     async def _rescue(self, error: ServiceError) -> None:

@@ -141,11 +141,24 @@ def _own_checkpoint(run: Run, places: CheckpointPlaces, files: CheckpointFiles) 
 
 async def save_checkpoint(
     session: Session, restored: Restored, step_count: int, save: str, ports: tuple[Ranks, Buffer, CheckpointFiles],
-    timeout: float,
+    timeout: float, *, must: bool,
 ) -> SaveResult:  # fmt: skip
-    """Writes and records a checkpoint that contains `step_count` steps of the run."""
+    """Writes and records a checkpoint that contains `step_count` steps of the run.
+
+    A disk that refuses it loses nothing: the checkpoints before it stay, and the buffer keeps what they do not cover.
+    The result names the `problem` then. Raises CHECKPOINT_FAILED, SAVE_NOT_WRITABLE instead when it `must` be written.
+    """
     ranks, buffer, files = ports
-    files.mark(save, CheckpointMarker(session.run.run_id, restored.first_step))
-    results: list[SaveResult] = await ranks.call_all(SaveCheckpoint(save, restored.first_step + step_count), timeout)
-    await buffer.record_checkpoint(session.run.run_id, session.epoch, step_count - 1, results[0].path)
-    return results[0]
+    try:
+        files.mark(save, CheckpointMarker(session.run.run_id, restored.first_step))
+    except ServiceError as error:
+        if must:
+            raise
+        return SaveResult(save, 0.0, error.message)
+    command = SaveCheckpoint(save, restored.first_step + step_count)
+    result: SaveResult = (await ranks.call_all(command, timeout))[0]
+    if not result.problem:
+        await buffer.record_checkpoint(session.run.run_id, session.epoch, step_count - 1, result.path)
+    elif must:
+        raise ServiceError(Code.RESOURCE_EXHAUSTED, "CHECKPOINT_FAILED", result.problem, path=save)
+    return result

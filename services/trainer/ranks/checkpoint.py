@@ -73,31 +73,79 @@ def _state(policy: Policy, *, loading: bool) -> dict:
 
 
 def save_checkpoint(policy: Policy, directory: str | Path, step_count: int) -> Path:
-    """Writes `directory`/step_<step_count> and names it in `latest`. All ranks must call it."""
+    """Writes `directory`/step_<step_count> and names it in `latest`. All ranks must call it.
+
+    Raises:
+        ServiceError: CHECKPOINT_FAILED, on every rank: the disk refused it. Nothing of it is left, the checkpoints
+            before it are as they were, and the ranks can go on. Any other error leaves the ranks apart.
+    """
     root = Path(directory)
     target = root / f"step_{step_count:06d}"
     scratch = root / f".{target.name}.writing"
-    if dist.get_rank() == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    dist.barrier()
     state = _state(policy, loading=False)
     state["counters"] = {"step_count": step_count, "optimizer_steps": policy.optimizer_steps}
+    while not filesystem_async._results_queue.empty():  # of a save that failed
+        filesystem_async._results_queue.get_nowait()
     try:
+        _make_room(root, scratch)
         dist_checkpointing.save(state, str(scratch), sharded_strategy=_strategy())
+        _publish(scratch, target)
     except CheckpointException as error:  # a BaseException, which would end the process
-        raise ServiceError(
-            Code.INTERNAL,
-            "CHECKPOINT_FAILED",
-            f"The checkpoint {target} could not be written ({_cause(error)}); look at the disk.",
-            path=target,
-        ) from error
+        raise _failed(target, scratch, _cause(error)) from error
+    except OSError as error:
+        if dist.get_world_size() > 1:
+            raise  # the other ranks wait for this one
+        raise _failed(target, scratch, str(error)) from error
+    return target
+
+
+def _make_room(root: Path, scratch: Path) -> None:
+    """An empty place for a checkpoint, on a disk that has room for one as large as the last. Raises CheckpointException
+    on every rank when it has not."""
+    told = [_refusal(root, scratch) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told)
+    if told[0]:
+        raise CheckpointException("room", {0: (OSError(told[0]), None)})  # pyright: ignore
+
+
+def _refusal(root: Path, scratch: Path) -> str:
+    """Makes the place; → why it cannot be used, or an empty string."""
+    try:
+        for left in root.glob(".step_*.writing"):
+            shutil.rmtree(left, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        needed, free = _size_of_latest(root), shutil.disk_usage(root).free
+    except OSError as error:
+        return str(error)
+    return f"{free / 1e6:.1f} MB are free, the last one took {needed / 1e6:.1f} MB" if free < needed else ""
+
+
+def _size_of_latest(root: Path) -> int:
+    """Bytes of the checkpoint that `latest` names; 0 without one."""
+    try:
+        target = root / (root / _LATEST).read_text().strip()
+        return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    except OSError:
+        return 0
+
+
+def _publish(scratch: Path, target: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         scratch.rename(target)
-        _write_atomically(root / _LATEST, target.name + "\n")
+        _write_atomically(target.parent / _LATEST, target.name + "\n")
     dist.barrier()
-    return target
+
+
+def _failed(target: Path, scratch: Path, why: str) -> ServiceError:
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return ServiceError(
+        Code.RESOURCE_EXHAUSTED,
+        "CHECKPOINT_FAILED",
+        f"The checkpoint {target} could not be written ({why}); make room on that disk.",
+        path=target,
+    )
 
 
 def _cause(error: CheckpointException) -> str:
