@@ -16,13 +16,13 @@ from services.common.records import SamplingParams
 from services.common.run_spec import GROUPS, RunSpec
 from services.common.tensors import dtype_name
 from services.rollout.core.compatibility import TrainerSide
-from services.rollout.core.engine_port import ChecksumRule, GroupSpec, LaunchSpec, TensorSpec
+from services.rollout.core.engine_port import Buckets, ChecksumRule, GroupSpec, LaunchSpec, TensorSpec
 from services.rollout.core.evaluation import EvaluationProgress, EvaluationRequest, EvaluationResult
 from services.rollout.core.fleet import EngineSlot
 from services.rollout.core.node import Node
 from services.rollout.core.ports import ActiveRun
 from services.rollout.core.run_settings import FleetSettings, RunSettings, ScoreSettings
-from services.rollout.core.weights import UpdateRequest
+from services.rollout.core.update_state import UpdateRequest
 
 
 def run_settings(run: ActiveRun) -> RunSettings:
@@ -99,6 +99,7 @@ def _fleet(spec: RunSpec) -> FleetSettings:
             rank_count=rollout.rollout_num_gpus_per_engine,
             seed=spec.data.rollout_seed,
             group_timeout=spec.trainer.update_timeout,
+            staging=rollout.weight_staging == "auto",
             context_length=rollout.rollout_max_context_len,
             sglang=dict(rollout.sglang),
             simulated=dict(rollout.simulated),
@@ -187,7 +188,7 @@ def update_request(message: weight_service_pb2.PrepareUpdateRequest) -> UpdateRe
     )
 
 
-def _buckets(message: weight_service_pb2.PrepareUpdateRequest) -> tuple[tuple[TensorSpec, ...], ...]:
+def _buckets(message: weight_service_pb2.PrepareUpdateRequest) -> Buckets:
     """The tensors of each bucket of the plan."""
     specs, counts = tensor_specs(message.tensors), list(message.bucket_tensor_counts)
     if min(counts, default=0) < 1 or sum(counts) != len(specs):

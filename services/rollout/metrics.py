@@ -25,6 +25,8 @@ _COUNTERS = {
     "generate_seconds": "Seconds of generation, summed over samples.",
     "score_seconds": "Seconds of scoring, summed over groups.",
     "pause_seconds": "Seconds engines stood still for weight updates.",
+    "transfer_seconds": "Seconds in which weights arrived, summed over engines.",
+    "received_bytes": "Bytes of weights received, summed over engines.",
     "update_count": "Weight updates committed, summed over engines.",
 }
 

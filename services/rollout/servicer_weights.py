@@ -36,9 +36,11 @@ class WeightServicer(weight_service_pb2_grpc.WeightServiceServicer):
     async def PrepareUpdate(self, request: weight_service_pb2.PrepareUpdateRequest, context: grpc.aio.ServicerContext):
         """See the contract."""
         updates = self._updates(request.run_id)
-        rules, algorithm = await updates.prepare(convert.update_request(request), self._timeout(context))
+        result = await updates.prepare(convert.update_request(request), self._timeout(context))
         return weight_service_pb2.PrepareUpdateResponse(
-            checksum_algorithm=algorithm, checksum_rules=convert.rules_to_proto(rules)
+            checksum_algorithm=result.algorithm,
+            checksum_rules=convert.rules_to_proto(result.rules),
+            staged=result.staged,
         )
 
     async def TransferWeights(

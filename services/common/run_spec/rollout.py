@@ -84,6 +84,9 @@ class RolloutSettings(StrictModel):
     """Further arguments of sglang-router, by its own names."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What happens to requests in flight when weights arrive."""
+    weight_staging: Literal["auto", "off"] = "auto"
+    """Where new weights arrive. "auto": beside those that an engine serves, which stands still only to take them over,
+    where its memory suffices; "off": in their place, and engines stand still from the first byte on."""
     simulated: dict[str, Any] = Field(default_factory=dict)
     """Settings of the simulated engine (tokens_per_second, mean_response_length, ...)."""
     eval_interval: int | None = Field(default=None, ge=1)

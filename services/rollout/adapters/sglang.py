@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from services.rollout.adapters.checkpoint import installed_version, model_config
 from services.rollout.adapters.engine_http import HttpClient
 from services.rollout.adapters.nccl_library import nccl_version
 from services.rollout.adapters.sglang_release import RELEASES, Release, is_tested
+from services.rollout.adapters.sglang_staging import SGLangStaging
 from services.rollout.core.engine_port import (
     PAUSE_MODES,
     ChecksumRule,
@@ -70,6 +71,8 @@ class EngineFacts:
     vocabulary_multiple: int = 1
     """Embeddings and output layer are held with rows of zeros up to a multiple of this."""
     release: Release = RELEASES[-1]
+    receiver: Mapping[str, str] = field(default_factory=dict)
+    """Environment of its weight receivers; empty: it has none."""
 
 
 class SGLangEngine:
@@ -81,16 +84,32 @@ class SGLangEngine:
         self.checksum_algorithm = facts.release.checksums.get(facts.device, "") if facts.rank_count == 1 else ""
         self._facts = facts
         self._client = HttpClient(url, f"The {facts.kind} engine")
+        self._receivers = SGLangStaging(self._client, facts.receiver, facts.rank_count) if facts.receiver else None
+        self.staging: SGLangStaging | None = None
         self._limits: RequestLimits | None = None
         self._paused = ""
         self._groups: set[str] = set()
 
     async def health(self, timeout: float) -> bool:
+        answers, moves = await asyncio.gather(self._answers(timeout), self._moves(timeout))
+        return answers and moves
+
+    async def _answers(self, timeout: float) -> bool:
         try:
             status, _ = await self._client.call("GET", "/health", timeout=timeout)
         except ServiceError:
             return False
         return status == 200
+
+    async def _moves(self, timeout: float) -> bool:
+        """The HTTP server answers for itself: its schedulers are other processes, which may be stopped or gone."""
+        return self.staging is None or await self.staging.alive(timeout)
+
+    async def ended(self) -> None:
+        if self.staging is None:
+            await asyncio.Event().wait()
+        else:
+            await self.staging.ended()
 
     async def info(self) -> EngineInfo:
         said = await self._client.expect("GET", "/server_info", timeout=CONTROL_SECONDS)
@@ -114,8 +133,23 @@ class SGLangEngine:
         )
         if self._limits is None and on_gpu and self.checksum_algorithm:
             await self._ask_checksums(COMPILE_SECONDS)  # now, not while the first update waits
+        if self._receivers is not None and self.staging is None:
+            await self._attach(self._receivers)
         self._limits = info.limits
         return info
+
+    async def _attach(self, receivers: SGLangStaging) -> None:
+        """Without receivers the engine stands still while weights arrive."""
+        try:
+            await self.begin_update()
+            try:
+                await receivers.attach()
+            finally:
+                await self.end_update()
+        except ServiceError as error:
+            log.warning("engine cannot stage weights", url=self.url, why=str(error))
+            return
+        self.staging = receivers
 
     async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
         if self._limits is None:

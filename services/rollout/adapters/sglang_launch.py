@@ -21,9 +21,11 @@ from services.common import devices
 from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
 from services.rollout.adapters.checkpoint import installed_version, model_config
+from services.rollout.adapters.receiver_client import receiver_environment
 from services.rollout.adapters.sglang import EngineFacts, SGLangEngine
 from services.rollout.adapters.sglang_release import release_of
 from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
+from services.rollout.receiver.server import PATH as RECEIVER
 
 log = get_logger(__name__)
 
@@ -74,7 +76,11 @@ CPU_ENV = {
     # Imports warn some thirty times about accelerators that are not there.
     "PYTHONWARNINGS": "ignore",
 }
-NCCL_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+NCCL_WATCHDOG_OFF = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 """torch's watchdog would end an engine whose trainer died. An engine that hangs in its group is found as the node has
 it leave the group, and is replaced then."""
 
@@ -127,6 +133,9 @@ class SGLangFactory:
             unset = {name: value for name, value in NCCL_WATCHDOG_OFF.items() if name not in os.environ}
             module, own_env, seconds = CUDA_LAUNCHER, cuda_env | unset, CUDA_START_SECONDS
         own_env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout)
+        receiver = receiver_environment(port) if spec.staging else {}
+        if receiver:
+            user["custom_weight_loader"] = [RECEIVER, *_listed(user.get("custom_weight_loader"))]
         facts = EngineFacts(
             kind=self.kind,
             device=device,
@@ -135,13 +144,18 @@ class SGLangFactory:
             collective_env=cuda_env,
             vocabulary_multiple=VOCABULARY_MULTIPLE,
             release=release_of(installed_version("sglang")),
+            receiver=receiver,
         )
         return EngineLaunch(
             argv=(sys.executable, "-m", module, *command_line(arguments | user)),
-            env=COMMON_ENV | own_env,
+            env=COMMON_ENV | own_env | receiver,
             engine=SGLangEngine(f"http://127.0.0.1:{port}", facts),
             start_seconds=seconds,
         )
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def resolve_device(device: str) -> str:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from services.common.errors import Code, ServiceError
 from services.common.settings import explain
+from services.rollout.adapters.receiver_client import receiver_environment
 from services.rollout.adapters.sglang import EngineFacts, SGLangEngine
 from services.rollout.adapters.simulated_model import SimulatedSettings
 from services.rollout.core.engine_port import EngineLaunch, LaunchSpec
@@ -33,10 +34,11 @@ class SimulatedFactory:
         argv += ["--group-timeout", str(spec.group_timeout), "--settings", settings.model_dump_json()]
         if spec.context_length:
             argv += ["--context-length", str(spec.context_length)]
-        facts = EngineFacts(self.kind, "cpu", spec.model_path, rank_count=1, collective_env={})
+        receiver = receiver_environment(port) if spec.staging else {}
+        facts = EngineFacts(self.kind, "cpu", spec.model_path, rank_count=1, collective_env={}, receiver=receiver)
         return EngineLaunch(
             argv=tuple(argv),
-            env={"OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1"} | receiver,
             engine=SGLangEngine(f"http://127.0.0.1:{port}", facts),
             start_seconds=START_SECONDS,
         )

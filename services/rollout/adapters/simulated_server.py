@@ -23,6 +23,7 @@ from services.rollout.adapters.checkpoint import model_config
 from services.rollout.adapters.simulated_model import Request as Sample
 from services.rollout.adapters.simulated_model import SimulatedModel, SimulatedSettings
 from services.rollout.adapters.simulated_weights import HeldWeights
+from services.rollout.receiver import server as receiver
 
 SAMPLING_KEYS = {
     "max_new_tokens",
@@ -99,6 +100,7 @@ class SimulatedServer:
             "/begin_weight_update": self._weights_call(lambda _: self.weights.begin()),
             "/end_weight_update": self._weights_call(lambda _: self.weights.end()),
             "/update_weights_from_distributed": self.receive,
+            "/update_weights_from_tensor": self.load,
             "/update_weight_version": self.set_version,
             "/weights_checker": self.check,
         }
@@ -210,6 +212,20 @@ class SimulatedServer:
             return await self._weights_call(self.weights.receive)(request)
         finally:
             self.model.freeze(False)
+
+    async def load(self, request: Request) -> JSONResponse:
+        """SGLang's extension point: no tensors, and the receiver called with what holds the weights."""
+        self.model.freeze(True)
+        try:
+            return await self._weights_call(self._call_receiver)(request)
+        finally:
+            self.model.freeze(False)
+
+    def _call_receiver(self, body: dict[str, Any]) -> None:
+        if body.get("load_format") != receiver.PATH:
+            raise ValueError(f"Unknown load_format={body.get('load_format')}")
+        self.weights.require_open()
+        receiver.load(self.weights, [])
 
     async def set_version(self, request: Request) -> JSONResponse:
         body = await request.json()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class HeldWeights:
         self._model_path = model_path
         self._data: dict[str, memoryview] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, Any] = {}
+        """Bytes as torch sees them, of tensors that were loaded."""
         self._groups: dict[str, Any] = {}
         self._open = False
 
@@ -87,19 +89,37 @@ class HeldWeights:
         """Receive tensors by broadcast from rank 0: one flat bucket, or one broadcast each."""
         specs = list(zip(body["names"], body["dtypes"], map(tuple, body["shapes"]), strict=True))
         group = self._groups.get(body["group_name"])
-        if not self._open:
-            raise ValueError("Weight updates must run between begin_weight_update() and end_weight_update().")
+        self.require_open()
         if group is None:
             raise ValueError(f"This engine is not in group {body['group_name']}.")
-        self._load()
         for name, _, shape in specs:
-            if self._shapes.get(name) != shape:
-                raise ValueError(f"Tensor {name} of shape {shape} does not fit: it is {self._shapes.get(name)} here.")
+            self._check_shape(name, shape)
         if body.get("load_format") == "flattened_bucket":
             self._receive_flat(specs, group)
         else:
             for spec in specs:
                 self._receive_flat([spec], group)
+
+    def require_open(self) -> None:
+        """Raises outside an update."""
+        if not self._open:
+            raise ValueError("Weight updates must run between begin_weight_update() and end_weight_update().")
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        self._load()
+        if self._shapes.get(name) != shape:
+            raise ValueError(f"Tensor {name} of shape {shape} does not fit: it is {self._shapes.get(name)} here.")
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copies torch tensors into those held, as SGLang's models do."""
+        import torch
+
+        for name, tensor in tensors:
+            self._check_shape(name, tuple(tensor.shape))
+            if name not in self._tensors:
+                held = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                self._tensors[name], self._data[name] = held, memoryview(held.numpy())
+            self._tensors[name].copy_(tensor.flatten().view(torch.uint8))
 
     def _receive_flat(self, specs: Sequence[tuple[str, str, tuple[int, ...]]], group: Any) -> None:
         import torch
@@ -113,6 +133,7 @@ class HeldWeights:
             raise ValueError(f"The broadcast failed: {error}") from error
         view, position = memoryview(flat.numpy()), 0
         for (name, _, _), size in zip(specs, sizes, strict=True):
+            self._tensors.pop(name, None)
             self._data[name] = view[position : position + size]
             position += size
 

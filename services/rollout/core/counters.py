@@ -31,6 +31,9 @@ class Counters:
     """Samples taken up again from the tokens they had when an engine ended them half way."""
     pause_seconds: float = 0.0
     """Over engines and weight updates."""
+    transfer_seconds: float = 0.0
+    """Over engines and weight updates; an engine that stages serves meanwhile."""
+    received_bytes: int = 0
     update_count: int = 0
     put_outcomes: dict[str, int] = field(default_factory=dict)
 

@@ -30,6 +30,8 @@ TILED_CHECKSUM_ALGORITHM = "sglang-tiled-64"
 """SGLang's own hash of a tensor on a GPU; `services.trainer.ranks.checksums` defines it."""
 ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
 """Bytes of one element by dtype."""
+ENGINE_ID = "TETRARCH_ENGINE_ID"
+"""Variable that tells an engine's process its id."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 
@@ -174,6 +176,45 @@ class ChecksumRule:
     padding_bytes: int = 0
 
 
+Buckets = tuple[tuple[TensorSpec, ...], ...]
+"""A plan: the tensors of each flat byte tensor that is sent, in order."""
+
+
+class Staging(Protocol):
+    """Receives weights in an engine's process beside those it serves; the engine serves on until `activate`.
+
+    Methods raise `ServiceError` as an `Engine`'s do. It is in groups of its own, apart from the engine's.
+    """
+
+    async def reserve(self, buckets: Buckets, timeout: float) -> None:
+        """Takes memory for a plan, or keeps it; what was staged is forgotten. Raises RESOURCE_EXHAUSTED with a sentence
+        when it does not fit beside the weights; nothing is held then."""
+        ...
+
+    async def drop(self) -> None:
+        """Gives the memory back."""
+        ...
+
+    async def join_group(self, group: GroupSpec, timeout: float) -> None:
+        """As an engine's; every rank of the engine is a member."""
+        ...
+
+    async def leave_group(self, name: str, timeout: float) -> None:
+        """Leaves a group, also in the middle of a transfer; one it is not in is ignored."""
+        ...
+
+    async def receive(self, epoch: int, group_name: str, timeout: float) -> float:
+        """Receives every bucket of the reserved plan over the group; → seconds. When it fails the group is left and
+        the memory forgotten."""
+        ...
+
+    async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
+        """Makes what was staged for `epoch` the engine's weights, within an update and while the engine is paused; →
+        how: "loaded" by the model, or "copied", as copies were noted before. `repeat` allows the latter: only for
+        callers that compare checksums then, and ask again without it when these differ."""
+        ...
+
+
 class Engine(Protocol):
     """One running inference server, seen through its control API.
 
@@ -185,13 +226,19 @@ class Engine(Protocol):
     url: str
     checksum_algorithm: str
     """Empty when the engine cannot say what it holds."""
+    staging: Staging | None
+    """None until `info` was asked, and for engines that cannot stage."""
 
     async def health(self, timeout: float) -> bool:
         """True when it serves; never raises."""
         ...
 
     async def info(self) -> EngineInfo:
-        """Facts about the running engine."""
+        """Facts about the running engine. The first time the engine must be idle: its receiver is started."""
+        ...
+
+    async def ended(self) -> None:
+        """Returns when a process that the engine needs has gone, although the one that was started may run on."""
         ...
 
     async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
@@ -274,6 +321,8 @@ class LaunchSpec:
     group_timeout: float = 60.0
     """Seconds an engine waits for the other members of a weight group before it gives up and serves again. Bytes that
     NCCL began to wait for hold it up until it is replaced."""
+    staging: bool = True
+    """Whether the engine gets a receiver of weights in its process."""
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """Pass-through server arguments, snake_case or kebab-case."""
     simulated: Mapping[str, Any] = field(default_factory=dict)

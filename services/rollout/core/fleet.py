@@ -22,6 +22,7 @@ from services.rollout.core.engine_port import (
     GroupSpec,
     RequestLimits,
     Router,
+    Staging,
     TensorSpec,
 )
 from services.rollout.core.engine_state import EngineEvent, EngineState, next_state
@@ -45,6 +46,8 @@ class EngineSlot:
     """Highest update epoch seen."""
     group: GroupSpec | None = None
     """Weight group that this process is a member of, from update to update."""
+    member: Engine | Staging | None = None
+    """The part of the process that is in it."""
     groups_left: set[str] = field(default_factory=set)
     """Names of groups that this process joined or tried to, and may not join again."""
     rules: tuple[tuple[TensorSpec, ...], list[ChecksumRule]] | None = None
@@ -69,7 +72,7 @@ class EngineSlot:
         self.restart_count += 1
         self.incarnation = incarnation
         self.version, self.condemned, self.info = 0, "", None
-        self.group, self.groups_left, self.rules = None, set(), None
+        self.group, self.member, self.groups_left, self.rules = None, None, set(), None
         self.wake.clear()
 
     def condemn(self, why: str) -> None:

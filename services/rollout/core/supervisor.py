@@ -15,7 +15,7 @@ from pathlib import Path
 from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess, free_port
 from services.common.telemetry import get_logger
-from services.rollout.core.engine_port import EngineFactory
+from services.rollout.core.engine_port import ENGINE_ID, EngineFactory
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.run_settings import FleetSettings
@@ -26,6 +26,7 @@ _MAX_BACKOFF = 30.0
 _STABLE_SECONDS = 60.0
 """An engine that lived this long starts over with the shortest pause."""
 _START_POLL = 0.25
+_LAST_WORDS_SECONDS = 0.2
 _MAX_FAILED_CHECKS = 3
 """A busy machine may let one check time out; an engine whose process ended is noticed without any check."""
 _PERMANENT = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
@@ -97,7 +98,8 @@ class Supervisor:
         slot.reborn(self._fleet.new_incarnation())
         launch = self._factory.build(slot.index, free_port(), self._settings.launch)
         log_path = self._log_dir / f"{slot.engine_id}.log" if self._log_dir else None
-        slot.process = ManagedProcess(slot.engine_id, launch.argv, env=launch.env, log_path=log_path)
+        env = {**launch.env, ENGINE_ID: slot.engine_id}
+        slot.process = ManagedProcess(slot.engine_id, launch.argv, env=env, log_path=log_path)
         slot.engine = launch.engine
         await slot.process.start()
         deadline = time.monotonic() + launch.start_seconds
@@ -116,15 +118,19 @@ class Supervisor:
         assert slot.process is not None
         assert slot.engine is not None
         ended = asyncio.create_task(slot.process.wait())
+        broken = asyncio.create_task(slot.engine.ended())
         failures = 0
         try:
             while True:
                 pause = self._settings.health_interval if not failures else min(0.2, self._settings.health_interval)
                 woken = asyncio.create_task(slot.wake.wait())
-                done, _ = await asyncio.wait({ended, woken}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({ended, broken, woken}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 woken.cancel()
                 if ended in done:
                     return f"its process ended with status {ended.result()}{_tail(slot)}"
+                if broken in done:  # the one that was started notices a little later, if at all
+                    await asyncio.wait({ended}, timeout=_LAST_WORDS_SECONDS)
+                    return f"a process of it ended{_tail(slot)}"
                 if slot.condemned:
                     return slot.condemned
                 if await slot.engine.health(self._settings.health_timeout):
@@ -137,6 +143,7 @@ class Supervisor:
                     return f"it failed {failures} health checks of {self._settings.health_timeout:.0f} s"
         finally:
             ended.cancel()
+            broken.cancel()
 
     async def _route_again(self, slot: EngineSlot) -> None:
         """A READY engine that had left the router (a failed check, a busy router) goes back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.common.errors import Code, ServiceError
 from services.rollout.core.fleet import EngineSlot
 
@@ -25,13 +27,59 @@ def unavailable(slot: EngineSlot, why: str) -> ServiceError:
     )
 
 
-def transfer_failed(slot: EngineSlot, why: str) -> ServiceError:
-    """What the engine holds is no version any more."""
+def transfer_failed(slot: EngineSlot, why: str, *, staged: bool) -> ServiceError:
+    """The bytes did not arrive; what that means for the engine depends on where they were going."""
+    outcome = f"keeps version {slot.version}" if staged else "is STALE now"
     return ServiceError(
         Code.INTERNAL,
         "TRANSFER_FAILED",
-        f"Engine {slot.engine_id} did not receive the weights and is STALE now: {why}",
+        f"Engine {slot.engine_id} did not receive the weights and {outcome}: {why}",
         engine_id=slot.engine_id,
+    )
+
+
+def not_prepared(slot: EngineSlot, epoch: int, why: str) -> ServiceError:
+    """A step of an update for which the steps before are missing. `why` goes on after "Engine X"."""
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "EPOCH_NOT_PREPARED",
+        f"Engine {slot.engine_id} {why}",
+        engine_id=slot.engine_id,
+        update_epoch=epoch,
+    )
+
+
+def checksum_mismatch(slot: EngineSlot, wrong: Sequence[str], count: int) -> ServiceError:
+    """The engine holds other bytes than were sent, in `wrong` of `count` tensors."""
+    shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "CHECKSUM_MISMATCH",
+        f"Engine {slot.engine_id} holds other bytes than were sent in {len(wrong)} of {count} tensors"
+        f" ({shown}): it is STALE; send the weights again.",
+        engine_id=slot.engine_id,
+        tensors=",".join(wrong[:100]),
+        count=len(wrong),
+    )
+
+
+def engine_timeout(engine_id: str, epoch: int, seconds: float) -> ServiceError:
+    """A call to the engine took too long."""
+    return ServiceError(
+        Code.DEADLINE_EXCEEDED,
+        "ENGINE_TIMEOUT",
+        f"Engine {engine_id} did not answer within {seconds:.0f} s in update {epoch}.",
+        engine_id=engine_id,
+    )
+
+
+def update_aborted(engine_id: str, epoch: int) -> ServiceError:
+    """The update was given up while a call of it was under way."""
+    return ServiceError(
+        Code.ABORTED,
+        "UPDATE_ABORTED",
+        f"Update {epoch} of engine {engine_id} was aborted.",
+        engine_id=engine_id,
     )
 
 

@@ -34,9 +34,9 @@ async def refused(call) -> str:
     return f"{error.reason}: {error}"
 
 
-async def first_engine(client, **trainer) -> engine_pb2.Engine:
+async def first_engine(client, rollout=None, **trainer) -> engine_pb2.Engine:
     """Engine 0 of a new run, STALE."""
-    await client.create_run(rollout=FLEET, trainer=trainer)
+    await client.create_run(rollout=FLEET | (rollout or {}), trainer=trainer)
     return (await client.engines(STALE, 2))[0]
 
 
@@ -169,15 +169,34 @@ async def test_an_abort_before_the_first_bucket_leaves_the_engine_ready(client):
     await push(client, engine, 2)
 
 
-async def test_an_abort_after_a_bucket_leaves_the_engine_stale(client):
+async def test_an_abort_in_mid_transfer_leaves_the_old_version_serving(client):
     engine = await first_engine(client)
     await push(client, engine, 1)
     update = new_update(client, engine, 2)
     await update.prepare()
+    assert update.staged
+    transfer = await update.send_half()
+    assert await state_of(client) == READY
+    assert await served(client)
+    await update.abort()
+    assert "keeps version 1" in await refused(transfer)
+    (engine,) = await client.engines(READY)
+    assert engine.weight_version == 1
+    assert await served(client)
+    await push(client, engine, 2)
+    assert (await client.engines(READY))[0].weight_version == 2
+
+
+async def test_without_staging_an_engine_stands_still_from_the_first_byte_on(client):
+    engine = await first_engine(client, {"weight_staging": "off"})
+    await push(client, engine, 1)
+    update = new_update(client, engine, 2)
+    await update.prepare()
+    assert not update.staged
     transfer = await update.send_half()
     assert await state_of(client) == UPDATING
     await update.abort()
-    assert "TRANSFER_FAILED" in await refused(transfer)
+    assert "is STALE now" in await refused(transfer)
     engine = (await client.engines(STALE, 2))[0]
     assert not await served(client)
     await push(client, engine, 2)
@@ -193,12 +212,29 @@ async def test_a_silent_trainer_is_given_up_and_a_newer_epoch_replaces_an_update
     await newer.prepare()
     silent.rank.leave()
     transfer = await newer.send_half()
-    assert await state_of(client) == UPDATING
-    assert "TRANSFER_FAILED" in await refused(transfer)
-    engine = (await client.engines(STALE, 2, seconds=30))[0]  # nothing more came
+    assert "TRANSFER_FAILED" in await refused(transfer)  # nothing more came
     newer.rank.leave()
+    (engine,) = await client.engines(READY)
+    assert (engine.weight_version, engine.incarnation) == (1, silent.engine.incarnation)
     await push(client, engine, 3)
-    assert await served(client)
+    assert (await client.engines(READY))[0].weight_version == 3
+
+
+async def test_a_newer_epoch_ends_a_transfer_under_way(client):
+    engine = await first_engine(client)
+    await push(client, engine, 1)
+    stale = new_update(client, engine, 2)
+    await stale.prepare()
+    transfer = await stale.send_half()
+    newer = new_update(client, engine, 3)
+    await newer.prepare()
+    assert "TRANSFER_FAILED" in await refused(transfer)
+    stale.rank.leave()
+    await newer.send()
+    result = await newer.commit()
+    assert 0 < result.pause_seconds < 2
+    assert (await client.engines(READY))[0].weight_version == 3
+    assert "FENCED" in await refused(client.weights.CommitUpdate(stale.commit_request()))
 
 
 async def test_a_killed_engine_costs_the_others_nothing_and_comes_back(client):

@@ -27,6 +27,7 @@ class Update:
     """A group that stands; a new one when not given."""
     rules: list = field(default_factory=list)
     bucket_count: int = 2
+    staged: bool = False
 
     def __post_init__(self) -> None:
         self.rank = self.group or TrainerSide(f"{self.client.run_id}-{self.epoch}-{self.engine.engine_id}")
@@ -55,7 +56,7 @@ class Update:
         joining = [] if self.group else [asyncio.to_thread(self.rank.join, 40.0)]
         answer, *_ = await asyncio.gather(asking, *joining)
         assert answer.checksum_algorithm == "sha256-64"
-        self.rules = list(answer.checksum_rules)
+        self.rules, self.staged = list(answer.checksum_rules), answer.staged
 
     @property
     def buckets(self) -> list[dict[str, torch.Tensor]]:

@@ -13,7 +13,8 @@ from services.rollout.core.counters import Counters
 from services.rollout.core.engine_port import ChecksumRule, EngineInfo, GroupSpec, TensorSpec
 from services.rollout.core.engine_state import EngineState
 from services.rollout.core.fleet import Fleet
-from services.rollout.core.weights import UpdateRequest, WeightUpdates
+from services.rollout.core.update_state import UpdateRequest
+from services.rollout.core.weights import WeightUpdates
 
 TENSORS = (TensorSpec("a", "float32", (4,)),)
 
@@ -23,6 +24,7 @@ class ScriptedEngine:
 
     url = "http://engine"
     checksum_algorithm = "sglang-tiled-64"
+    staging = None
 
     def __init__(self):
         self.groups: list[str] = []
@@ -106,9 +108,10 @@ async def test_an_engine_stays_in_its_group_and_says_once_what_it_holds():
 
 
 async def test_prepare_names_the_engines_algorithm():
-    rules, algorithm = await Node().prepare("g1")
-    assert [rule.engine_name for rule in rules] == ["a"]
-    assert algorithm == "sglang-tiled-64"
+    result = await Node().prepare("g1")
+    assert [rule.engine_name for rule in result.rules] == ["a"]
+    assert not result.staged
+    assert result.algorithm == "sglang-tiled-64"
 
 
 async def test_another_group_is_joined_after_the_old_one_is_left():
