@@ -183,7 +183,7 @@ class LocalRanks:
         if not self._ranks:
             raise self._fail(rank, "was asked before it had started")
         if isinstance(command, ASIDE):
-            assert rank == 0 and self._aside, "rank 0 alone has a second connection"
+            assert self._aside, "start() comes first"
             return await self._answer(rank, command, self._aside.ask(command), timeout)
         target = self._ranks[rank]
         await self._until_free(rank, target)

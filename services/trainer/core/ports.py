@@ -65,7 +65,8 @@ class Buffer(Protocol):
 
 
 class Ranks(Protocol):
-    """The Megatron ranks: one command at a time, but for those of `commands.ASIDE`. Raises RanksFailed, and the same again after the first."""
+    """The Megatron ranks: one command at a time, but for those of `commands.ASIDE`. Raises RanksFailed, and the same
+    again after the first."""
 
     @property
     def failure(self) -> RanksFailed | None:

@@ -1,0 +1,43 @@
+"""Checksums of weights on a GPU: the kernel against the passes in torch, its values, and how long it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from services.trainer.ranks import checksums
+from services.trainer.ranks.checksums import Content, digests
+from tests.oracle import checksum_cases
+from tests.unit.trainer.test_checksums import KERNEL_VALUES, data
+
+
+def test_the_kernel_equals_the_passes_in_torch() -> None:
+    assert checksums._kernels(torch.device("cuda", 0)) is not None
+    assert checksum_cases.differences("cuda") == []
+
+
+def test_the_kernel_equals_the_engines() -> None:
+    contents = [Content([data(count).cuda()]) for count in KERNEL_VALUES]
+    assert digests(contents, "sglang-tiled-64") == list(KERNEL_VALUES.values())
+
+
+def test_eight_gigabytes_take_less_than_twenty_milliseconds() -> None:
+    """As 300 tensors, some of several parts."""
+    memory = torch.randint(0, 256, (8 * 10**9 // 300 * 300,), dtype=torch.uint8, device="cuda")
+    contents = [
+        Content(part.split([part.numel() // 8 * 4, part.numel() - part.numel() // 8 * 4])) for part in memory.chunk(300)
+    ]
+    digests(contents, "sglang-tiled-64")
+    best = float("inf")
+    for _ in range(5):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        digests(contents, "sglang-tiled-64")
+        after.record()
+        after.synchronize()
+        best = min(best, before.elapsed_time(after))
+    print(f"{memory.numel() / 1e9:.1f} GB in {best:.1f} ms")
+    assert best < 20
