@@ -21,6 +21,7 @@ from services.trainer.adapters.checkpoint_files import SharedCheckpointFiles
 from services.trainer.adapters.journal import RunJournal
 from services.trainer.adapters.local_ranks import LocalRanks
 from services.trainer.adapters.rollout_client import GrpcRollout
+from services.trainer.adapters.weight_store import SharedWeightStore
 from services.trainer.config import TrainerServiceSettings
 from services.trainer.core.controller import Factories, TrainerController
 from services.trainer.core.settings import LoopSettings
@@ -51,7 +52,7 @@ class App:
             self._buffer,
             self._rollout,
             SharedCheckpointFiles(),
-            Factories(ranks=self._ranks, journal=RunJournal, device=resolve_device),
+            Factories(ranks=self._ranks, journal=RunJournal, device=resolve_device, open_weights=SharedWeightStore),
             self._loop_settings,
         )
         self.server.add(

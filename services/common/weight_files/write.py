@@ -7,6 +7,7 @@ appears when it is whole; what failed leaves no directory and no temporary one; 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,9 @@ _DENSE = 0.5
 """Share of changed elements above which a delta cannot be much smaller than the tensors."""
 _WORTHWHILE = 0.6
 """Share of the tensors' bytes above which a delta is not written."""
+
+
+_LEFT_BEHIND = re.compile(r"\.version-(\d+)\.(?:writing|removing)")
 
 
 @dataclass(frozen=True)
@@ -203,8 +207,8 @@ def _not_written(place: Place, error: OSError) -> ServiceError:
 
 
 def remove_versions(run_directory: Path, keep: set[int]) -> list[int]:
-    """Removes the versions that are not in `keep`, and what an interrupted write left; → what was removed. Never
-    raises: what cannot be removed stays."""
+    """Removes the versions that are not in `keep` and older than its newest, and what interrupted calls left of
+    such; → what was removed. Never raises: what cannot be removed stays."""
     removed = []
     try:
         entries = sorted(os.scandir(run_directory), key=lambda entry: entry.name)
@@ -212,7 +216,7 @@ def remove_versions(run_directory: Path, keep: set[int]) -> list[int]:
         return removed
     for entry in entries:
         number = entry.name.removeprefix("version-")
-        if number.isdigit() and int(number) not in keep:
+        if number.isdigit() and int(number) not in keep and int(number) < max(keep, default=0):
             # Under another name first: a directory with a version's name is whole.
             gone = Path(entry.path).with_name(f".{entry.name}.removing")
             try:
@@ -221,6 +225,6 @@ def remove_versions(run_directory: Path, keep: set[int]) -> list[int]:
                 continue
             shutil.rmtree(gone, ignore_errors=True)
             removed.append(int(number))
-        elif entry.name.startswith(".version-") and entry.name.endswith(".removing"):
+        elif (left := _LEFT_BEHIND.fullmatch(entry.name)) and int(left[1]) < max(keep, default=0):
             shutil.rmtree(entry.path, ignore_errors=True)
     return removed

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.trainer.core.buckets import BucketPlan, TensorSpec
+from services.trainer.core.file_commands import FilesWritten, WriteFiles
 from services.trainer.core.schedule import StepPlan
 
 KEY_VARIABLE = "TETRARCH_RANK_KEY"
@@ -256,12 +257,14 @@ Command = (
     | SendWeights
     | GroupErrors
     | LeaveGroups
+    | WriteFiles
+    | FilesWritten
     | ReleaseWeights
     | SaveCheckpoint
     | ExportHf
     | Shutdown
 )
 
-ASIDE = (Checksums, JoinGroups, SendWeights, GroupErrors, LeaveGroups)
+ASIDE = (Checksums, JoinGroups, SendWeights, GroupErrors, LeaveGroups, WriteFiles, FilesWritten)
 
 __all__ = ["ASIDE", "BucketPlan", "Command", "StepPlan", "TensorSpec"]

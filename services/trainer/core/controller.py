@@ -17,6 +17,7 @@ from services.common.errors import Code, ServiceError
 from services.common.run_spec import RunSpec
 from services.common.telemetry import get_logger
 from services.trainer.core.commands import ExportHf, Setup
+from services.trainer.core.engines import OpenStore
 from services.trainer.core.loop import Outcome, Ports, TrainingLoop
 from services.trainer.core.ports import Buffer, CheckpointFiles, Journal, Ranks, RanksFailed, Rollout
 from services.trainer.core.progress import Phase, Progress
@@ -37,6 +38,8 @@ class Factories:
     ranks: Callable[[RunSpec, str], Ranks]
     journal: Callable[[Progress], Journal]
     device: Callable[[str], str]
+    open_weights: OpenStore | None = None
+    """Directories of weights as files."""
 
 
 @dataclass
@@ -232,7 +235,7 @@ class TrainerController:
         session = await self._buffer.begin_session(progress.run_id)
         active.epoch = session.epoch
         ranks = self._factories.ranks(spec, progress.run_dir)
-        ports = Ports(self._buffer, ranks, self._rollout, self._files, active.journal)
+        ports = Ports(self._buffer, ranks, self._rollout, self._files, active.journal, self._factories.open_weights)
         settings = self._settings(self._factories.device(spec.rollout.device))
         active.loop = TrainingLoop(session, spec, ports, settings, progress, active.stop)
         try:

@@ -180,6 +180,7 @@ class EngineFleet:
                     log.warning("late joiners could not be looked for", error=error.message)
         finally:
             await self._stop_late_joiners()
+            await self._updater.close()
 
     async def catch_up(self) -> list[UpdateReport]:
         """Brings the engines that are behind to the published version, and waits until that is over. Raises

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import Code, ServiceError
-from services.common.process import free_port
 from services.common.run_spec import RunSpec
 from services.common.telemetry import get_logger
 from services.trainer.core.batches import NodeDeltas, StepInputs, schedule_settings, step_inputs, train_metrics
 from services.trainer.core.commands import ExportHf, Setup, SetupResult, TrainResult, TrainStep
+from services.trainer.core.engines import OpenStore, make_fleet
 from services.trainer.core.evaluation import eval_message, eval_metrics, evaluate
-from services.trainer.core.fleet import EngineFleet, FleetSettings
+from services.trainer.core.fleet import EngineFleet
 from services.trainer.core.ports import Buffer, CheckpointFiles, Journal, Ranks, RanksFailed, Rollout
 from services.trainer.core.progress import Phase, Progress
 from services.trainer.core.records import Batch, Session
@@ -35,7 +35,6 @@ from services.trainer.core.restore import CheckpointPlaces, Restored, restore, r
 from services.trainer.core.samples_kept import keep_samples
 from services.trainer.core.settings import LoopSettings
 from services.trainer.core.timing import StepClock
-from services.trainer.core.weights import UpdateSettings, WeightUpdater
 
 log = get_logger(__name__)
 
@@ -52,6 +51,8 @@ class Ports:
     rollout: Rollout
     files: CheckpointFiles
     journal: Journal
+    open_weights: OpenStore | None = None
+    """Directories of weights as files."""
 
 
 class Outcome(enum.Enum):
@@ -160,30 +161,9 @@ class TrainingLoop:
     async def _start_engines(self) -> asyncio.Task:
         """First push, and the first evaluation; → the task that brings late joiners up."""
         assert self._setup
-        trainer = self._spec.trainer
-        updater = WeightUpdater(
-            self._ports.ranks,
-            self._ports.rollout,
-            self._setup,
-            UpdateSettings(
-                run_id=self._run_id,
-                session_epoch=self._session.epoch,
-                bucket_bytes=trainer.update_weight_buffer_size,
-                group_size=trainer.weight_group_size,
-                timeout=trainer.update_timeout,
-                join_timeout=min(trainer.update_timeout, self._settings.join_timeout),
-                stage_timeout=self._settings.save_timeout,
-                address=self._settings.address,
-                free_port=free_port,
-            ),
-        )
-        self._fleet = EngineFleet(
-            self._ports.rollout,
-            updater,
-            self.ranks_lock,
-            self._ports.journal,
-            FleetSettings(self._run_id, self._spec.rollout.engine_count, self._settings.engines_timeout),
-        )
+        trainer, ports = self._spec.trainer, self._ports
+        outside = (ports.ranks, ports.rollout, ports.journal, ports.open_weights)
+        self._fleet = make_fleet((self._session, self._spec), outside, self._setup, self._settings, self.ranks_lock)
         self._progress.enter(Phase.WAITING_FOR_ENGINES)
         await self._fleet.wait_for_engines(self._check)
         await self._update_weights()

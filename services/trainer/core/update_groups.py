@@ -156,7 +156,8 @@ class GroupTable:
         taken = {engine.engine_id for group in new for engine in group.members}
         await self.leave([group for group in self._standing if taken & dict(group.processes).keys()])
         for group in new:
-            self._standing.append(group)
+            if group.carrier.spec is not None:
+                self._standing.append(group)
             await group.carrier.begin(timeout)
 
     async def keep(self, engines: Sequence[EngineView]) -> None:

@@ -15,9 +15,10 @@ _LEAST_PATIENCE, _PATIENCE = 2.0, 3.0
 
 @dataclass
 class UpdateReport:
-    """What an update did. `failed`: engine id → why, `late`: those of them that were only too slow. `seconds` by part,
-    of the slowest group that was committed, "stragglers": beyond it. `wire_seconds`: the longest an engine was
-    receiving; `pause_seconds`: the longest standstill; `staged_count`: engines that served on meanwhile;
+    """What an update did. `failed`: engine id → why, `reasons`: how these failures are called, where they say anything
+    about the way of the bytes, `late`: those of them that were only too slow. `seconds` by part, of the slowest group
+    that was committed, "stragglers": beyond it, "files": until they were written. `wire_seconds`: the longest an engine
+    was receiving; `pause_seconds`: the longest standstill; `staged_count`: engines that served on meanwhile;
     `verified_tensor_count`: checksums that engines compared before they served, over all engines; `new_group_count`:
     groups that did not stand before."""
 
@@ -25,6 +26,7 @@ class UpdateReport:
     verified_tensor_count: int = 0
     committed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0

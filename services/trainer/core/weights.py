@@ -24,6 +24,7 @@ from services.common.fault_points import reach_async
 from services.common.telemetry import get_logger
 from services.trainer.core.buckets import BucketPlan
 from services.trainer.core.commands import Checksums, Command, SetupResult, StageWeights
+from services.trainer.core.file_carrier import FileTransport
 from services.trainer.core.ports import Prepared, PrepareRequest, Ranks, Received, Rollout
 from services.trainer.core.records import EngineView
 from services.trainer.core.update_groups import Group, GroupTable
@@ -65,9 +66,17 @@ class WeightUpdater:
         rollout: the engines.
         setup: what rank 0 said of itself.
         settings: names, sizes and deadlines.
+        files: another way for bytes.
     """
 
-    def __init__(self, ranks: Ranks, rollout: Rollout, setup: SetupResult, settings: UpdateSettings) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        rollout: Rollout,
+        setup: SetupResult,
+        settings: UpdateSettings,
+        files: FileTransport | None = None,
+    ) -> None:
         self._ranks = ranks
         self._rollout = rollout
         self._setup = setup
@@ -78,6 +87,7 @@ class WeightUpdater:
         place = (settings.run_id, settings.address, settings.free_port)
         self._groups = GroupTable(self._rank, setup, settings.group_size, place)
         self._telling: set[asyncio.Task] = set()
+        self._files = files or FileTransport(None, None)
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -88,6 +98,7 @@ class WeightUpdater:
         """Makes the ranks' present weights the ones that `push` sends; returns the seconds it took to begin. No `push`
         may be under way."""
         began = time.monotonic()
+        await self._files.settled()
         plans = await self._ranks.call_all(StageWeights(self._settings.bucket_bytes), self._settings.stage_timeout)
         self._plan = plans[0]
         self._checksums.clear()
@@ -96,6 +107,17 @@ class WeightUpdater:
     async def keep(self, engines: Sequence[EngineView]) -> None:
         """Leaves the groups in which there is anyone else than `engines`: all that live."""
         await self._groups.keep(engines)
+        self._files.keep(engines)
+
+    async def close(self) -> None:
+        """Ends what goes on in the background."""
+        await self._files.close()
+
+    def published(self, version: int, step: int) -> None:
+        """The staged weights serve as `version` of `step`: their files are seen to, in the background."""
+        known = {key: task for key, task in self._checksums.items() if task.done() and not task.cancelled()}
+        values = {key: task.result() for key, task in known.items() if not task.exception()}
+        self._files.published(version, step, values)
 
     async def push(
         self, version: int, engines: Sequence[EngineView], join_timeout: float | None = None
@@ -110,7 +132,13 @@ class WeightUpdater:
         self._counter += 1
         epoch = self._settings.session_epoch * EPOCHS_PER_SESSION + self._counter
         report = UpdateReport(version, total_bytes=self._plan.total_bytes, bucket_count=len(self._plan.buckets))
-        groups, report.failed = self._groups.deal(epoch, engines)
+        begun = time.monotonic()
+        in_files, others = await self._files.deal(f"{self._settings.run_id}-{epoch}", version, engines)
+        if in_files:
+            report.seconds["files"] = time.monotonic() - begun
+        groups, report.failed = self._groups.deal(epoch, others)
+        report.reasons = dict.fromkeys(report.failed, "INCOMPATIBLE")
+        groups += in_files
         report.new_group_count = sum(not group.stands for group in groups)
         began = time.monotonic()
         join = min(join_timeout or self._settings.join_timeout, self._settings.timeout)
@@ -123,6 +151,7 @@ class WeightUpdater:
         except BaseException as error:
             await self._abandon(update, list(open_groups.values()), str(error) or type(error).__name__)
             raise
+        self._files.learn(engines, report)
         for engine_id, why in report.failed.items():
             log.warning("engine left out of a weight update", engine=engine_id, version=version, why=why)
         report.total_seconds = time.monotonic() - began
@@ -202,6 +231,7 @@ class WeightUpdater:
                 group.prepared[engine.engine_id] = prepared
             except ServiceError as error:
                 failures[engine.engine_id] = error.message
+                update.report.reasons[engine.engine_id] = error.reason
 
         offsets, offset = [], 1
         for engine in group.members:
@@ -228,6 +258,7 @@ class WeightUpdater:
                 return await self._rollout.transfer(engine, update.epoch, update.left)
             except ServiceError as error:
                 failures[engine.engine_id] = error.message
+                update.report.reasons[engine.engine_id] = error.reason
                 raise
 
         asking = [asyncio.create_task(ask(engine)) for engine in group.members]
@@ -261,6 +292,7 @@ class WeightUpdater:
                 paused = await self._rollout.commit(engine, update.epoch, update.version, expected, timeout)
             except ServiceError as error:
                 report.failed[engine.engine_id] = error.message
+                report.reasons[engine.engine_id] = error.reason
                 self._abort(update.epoch, [engine], error.message)
                 return False
             report.committed.append(engine.engine_id)
@@ -281,6 +313,8 @@ class WeightUpdater:
         members = [engine for engine in group.members if engine.engine_id not in update.report.committed]
         for engine in members:
             text = f"its weight group broke: {why}" if failed else str(own)
+            if own and engine.engine_id not in update.report.late:
+                update.report.reasons.setdefault(engine.engine_id, "GROUP_BROKE")
             update.report.failed[engine.engine_id] = failed.get(engine.engine_id, text)
         self._abort(update.epoch, members, f"the weight group broke: {why}")
         await self._groups.leave([group])

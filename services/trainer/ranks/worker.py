@@ -42,6 +42,8 @@ class RankWorker:
             commands.SendWeights: lambda c: self._groups.send(self._need_staged(), c.group_names, c.timeout),
             commands.GroupErrors: lambda c: self._groups.errors(c.group_names),
             commands.LeaveGroups: lambda c: self._groups.leave(c.group_names),
+            commands.WriteFiles: lambda c: self._files.begin(self._need_staged(), c),
+            commands.FilesWritten: lambda c: self._files.state,
             commands.ReleaseWeights: self._release_weights,
             commands.SaveCheckpoint: self._save_checkpoint,
             commands.ExportHf: self._export_hf,
@@ -80,6 +82,7 @@ class RankWorker:
         from services.trainer.ranks.fetch import SampleSource
         from services.trainer.ranks.groups import WeightGroups
         from services.trainer.ranks.train import StepTrainer
+        from services.trainer.ranks.weight_files import VersionFiles
 
         self._spec = spec
         self._policy = policies.build_policy(spec, self._device)
@@ -87,6 +90,7 @@ class RankWorker:
         self._trainer = StepTrainer(spec, self._policy, reference, self._device)
         self._source = SampleSource()
         self._groups = WeightGroups(self._device)
+        self._files = VersionFiles()
         self._ready = True
         cuda = command.device == "cuda"
         return commands.SetupResult(
@@ -132,8 +136,8 @@ class RankWorker:
     def _stage_weights(self, command: commands.StageWeights) -> commands.BucketPlan | None:
         from services.trainer.ranks.weights import Staging
 
-        # A group that is still sent to reads the old bytes: theirs are then left to it.
-        before = None if self._groups.at_work else self._staged
+        # A group that is still sent to, or a file that is written, reads the old bytes: theirs are then left to it.
+        before = None if self._groups.at_work or self._files.reads_staged else self._staged
         self._staged = None  # else free the old version before the new one is gathered
         self._staging = Staging(self._policy.model, self._policy.hf, command.bucket_bytes, self._device, before)
         self._staged = self._staging.staged

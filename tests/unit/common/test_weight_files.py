@@ -211,7 +211,8 @@ def test_a_write_that_fails_leaves_no_version(tmp_path: Path, monkeypatch) -> No
 
 def test_old_versions_go_except_those_that_are_kept(tmp_path: Path) -> None:
     made = history(tmp_path, 4)
-    (tmp_path / "run" / ".version-000009.removing").mkdir()
+    (tmp_path / "run" / ".version-000002.removing").mkdir()
+    (tmp_path / "run" / ".version-000003.writing").mkdir()
     assert remove_versions(tmp_path / "run", {3, 4}) == [1, 2]
     assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["version-000003", "version-000004"]
     assert remove_versions(tmp_path / "nowhere", set()) == []
