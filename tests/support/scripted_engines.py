@@ -1,8 +1,8 @@
-"""Engine processes and weight groups in memory, for random histories of the update protocol. No torch, no sockets.
+"""Engine processes in memory, for random histories of the update protocol; their weights and groups are
+`scripted_wires`.
 
-Weights are words: tensor `a` of version 3 is "a@3", so that what an engine holds tells where it came from. A process
-carries out what it was asked also when the caller has gone, late or never, as over HTTP. Chance decides how long
-everything takes; all of it comes from one `random.Random`. Runs on `virtual_time`.
+A process carries out what it was asked also when the caller has gone, late or never, as over HTTP. Chance decides how
+long everything takes; all of it comes from one `random.Random`. Runs on `virtual_time`.
 """
 
 from __future__ import annotations
@@ -10,88 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from random import Random
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from services.common.errors import Code, ServiceError
-from services.rollout.core.engine_port import ChecksumRule, EngineInfo, EngineLaunch, GroupSpec, LaunchSpec, TensorSpec
+from services.rollout.core.engine_port import (
+    Buckets,
+    ChecksumRule,
+    EngineInfo,
+    EngineLaunch,
+    GroupSpec,
+    LaunchSpec,
+    TensorSpec,
+)
+from tests.support.scripted_wires import NAMES, RULES, Group, Wires, checksums
 
-NAMES = ("a", "b", "c", "d")
-"""Tensors of the model; a and b are one tensor, "ab", inside an engine."""
-TENSORS = tuple(TensorSpec(name, "float32", (size,)) for name, size in zip(NAMES, (4, 8, 2, 6), strict=True))
-RULES = {"ab": ("a", "b"), "c": ("c",), "d": ("d",)}
 CONTROL_SECONDS = 30.0
 """How long an engine's client waits for an answer, as the real one does."""
-
-
-def contents(version: int) -> dict[str, str]:
-    """A version's tensors."""
-    return {name: f"{name}@{version}" for name in NAMES}
-
-
-def checksums(tensors: Mapping[str, str]) -> dict[str, str]:
-    """By the engine's names."""
-    return {held: "+".join(tensors[name] for name in sources) for held, sources in RULES.items()}
 
 
 def unavailable(why: str) -> ServiceError:
     """What a client says of a process that is gone."""
     return ServiceError(Code.UNAVAILABLE, "ENGINE_UNAVAILABLE", f"The engine does not answer: {why}.")
-
-
-@dataclass
-class Group:
-    """A communicator: the sender's end, and one receiver. `hangs`: a member that goes away is not noticed (NCCL)."""
-
-    name: str
-    hangs: bool
-    sender_there: asyncio.Event = field(default_factory=asyncio.Event)
-    receiver_there: asyncio.Event = field(default_factory=asyncio.Event)
-    broken: asyncio.Event = field(default_factory=asyncio.Event)
-    wire: asyncio.Queue[dict[str, str]] = field(default_factory=asyncio.Queue)
-
-    async def meet(self, other: asyncio.Event, timeout: float) -> None:
-        """Waits for the other side. Raises TimeoutError."""
-        async with asyncio.timeout(timeout):
-            await other.wait()
-
-    async def take(self) -> dict[str, str]:
-        """The next bucket. Raises ConnectionError when the sender has gone, unless the group hangs."""
-        taking = asyncio.ensure_future(self.wire.get())
-        broken = asyncio.ensure_future(self.broken.wait())
-        try:
-            await asyncio.wait({taking, broken}, return_when=asyncio.FIRST_COMPLETED)
-            if taking.done():
-                return taking.result()
-            if self.hangs:
-                return await taking
-            raise ConnectionError("the connection was closed by the peer")
-        finally:
-            taking.cancel()
-            broken.cancel()
-
-
-class Wires:
-    """All groups by name, and the chance behind everything."""
-
-    def __init__(self, random: Random) -> None:
-        self.random = random
-        self.groups: dict[str, Group] = {}
-        self.calm = False
-
-    def strike(self, probability: float) -> bool:
-        """Whether something goes wrong here; nothing does once it is `calm`."""
-        return not self.calm and self.random.random() < probability
-
-    def group(self, name: str) -> Group:
-        """A group; made by whoever comes first."""
-        return self.groups.setdefault(name, Group(name, self.strike(0.3)))
-
-    def moment(self, longest: float = 0.2) -> float:
-        """Seconds that something takes: mostly none or little, now and then `longest` and more."""
-        return self.random.choice((0.0, 0.0, 0.001, 0.01, longest, self.random.random() * longest))
 
 
 class Process:
@@ -102,7 +42,6 @@ class Process:
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
         self.held = {name: f"{name}@checkpoint" for name in NAMES}
-        self.staged: dict[str, str] = {}
         self.label = 0
         self.paused = self.updating = False
         self.groups: dict[str, Group] = {}
@@ -151,15 +90,15 @@ class Process:
         for group in self.groups.values():
             group.broken.set()
 
-    async def ask(self, effect: Callable[[], Awaitable[Any]], limit: float) -> Any:
-        """Has something done; the caller's end ends the wait alone.
+    async def ask(self, effect: Callable[[], Awaitable[Any]], limit: float, *, ordered: bool = True) -> Any:
+        """Has something done; the caller's end ends the wait alone. What is `ordered` begins in the order it was asked.
 
         Raises:
             ServiceError: ENGINE_UNAVAILABLE, ENGINE_TIMEOUT, or what the effect raises.
         """
         if not self.running:
             raise unavailable("connection refused")
-        task = asyncio.create_task(self._carry_out(effect))
+        task = asyncio.create_task(self._carry_out(effect, ordered))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         await asyncio.wait({task}, timeout=limit)
@@ -169,10 +108,11 @@ class Process:
             raise unavailable("connection reset")
         return task.result()
 
-    async def _carry_out(self, effect: Callable[[], Awaitable[Any]]) -> Any:
-        # What was asked first arrives first: calls differ in how long they take, not in their order.
-        self._arrival = max(self._arrival, time.monotonic() + self.wires.moment(0.02))
-        await asyncio.sleep(self._arrival - time.monotonic())
+    async def _carry_out(self, effect: Callable[[], Awaitable[Any]], ordered: bool) -> Any:
+        arrival = time.monotonic() + self.wires.moment(0.02)
+        if ordered:
+            arrival = self._arrival = max(self._arrival + 1e-6, arrival)
+        await asyncio.sleep(arrival - time.monotonic())
         await self.moving.wait()
         answer = await effect()
         await asyncio.sleep(self.wires.moment(0.02))
@@ -189,9 +129,11 @@ class ScriptedEngine:
     """The client of a process: `engine_port.Engine`. `wait_seconds`: longest wait for the members of a group."""
 
     checksum_algorithm = "sha256-64"
+    staging = None
 
-    def __init__(self, process: Process, url: str, wait_seconds: float) -> None:
+    def __init__(self, process: Process, url: str, wait_seconds: float, *, stages: bool) -> None:
         self.process, self.url, self._wait = process, url, wait_seconds
+        self.staging = ScriptedStaging(process) if stages else None
 
     async def _control(self, effect: Callable[[], Awaitable[Any]], limit: float = CONTROL_SECONDS) -> Any:
         return await self.process.ask(effect, limit)
@@ -205,6 +147,9 @@ class ScriptedEngine:
 
     async def info(self) -> EngineInfo:
         return EngineInfo("scripted", "", "2.13", "", ("gloo",), {}, 64, 64, rank_count=1, max_running=8)
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
 
     async def generate(self, request, timeout):
         raise NotImplementedError
@@ -317,19 +262,108 @@ def _refused(why: str) -> ServiceError:
     return ServiceError(Code.INTERNAL, "ENGINE_REFUSED", f"The engine refused: {why}.")
 
 
+class ScriptedStaging:
+    """`engine_port.Staging` of a process: a receiver beside the scheduler. What it is told overtakes what it was told
+    before, now and then; `activate` waits for the scheduler."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._groups: dict[str, Group] = {}
+        self._left: set[str] = set()
+        self._busy = asyncio.Lock()
+        self._bytes: dict[str, str] = {}
+        self._epoch: int | None = None
+
+    async def reserve(self, buckets: Buckets, timeout: float) -> None:
+        async def effect() -> None:
+            if self._process.wires.strike(0.05):
+                raise ServiceError(Code.RESOURCE_EXHAUSTED, "ENGINE_REFUSED", "There is no room beside the weights.")
+            async with self._busy:
+                self._bytes, self._epoch = {}, None
+
+        await self._process.ask(effect, timeout)
+
+    async def drop(self) -> None:
+        await self._process.ask(_nothing, CONTROL_SECONDS)
+
+    async def join_group(self, group: GroupSpec, timeout: float) -> None:
+        process, wire = self._process, self._process.wires.group(group.name)
+
+        async def effect() -> None:
+            if group.name in self._left:
+                raise _refused("it has left that group")
+            process.note(group.name not in process.names_used, f"group {group.name} is joined twice by one process")
+            process.note(not self._groups, f"in {list(self._groups)} while it joins {group.name}")
+            process.names_used.append(group.name)
+            self._groups[group.name] = wire
+            wire.receiver_there.set()
+            try:
+                await wire.meet(wire.sender_there, timeout)
+            except TimeoutError:
+                self._groups.pop(group.name, None)
+                raise _refused(f"group {group.name} was not complete in time") from None
+
+        await process.ask(effect, timeout + 1.0, ordered=False)
+
+    async def leave_group(self, name: str, timeout: float) -> None:
+        async def effect() -> None:
+            self._left.add(name)
+            if group := self._groups.pop(name, None):
+                group.broken.set()
+                group.left.set()
+            async with self._busy:
+                self._epoch = None
+
+        await self._process.ask(effect, timeout, ordered=False)
+
+    async def receive(self, epoch: int, group_name: str, timeout: float) -> float:
+        async def effect() -> None:
+            async with self._busy:
+                self._epoch, self._bytes = None, {}
+                if group_name not in self._groups:
+                    raise _refused("it is in no such group")
+                group = self._groups[group_name]
+                try:
+                    async with asyncio.timeout(timeout):
+                        while len(self._bytes) < len(NAMES):
+                            bucket = await group.take()
+                            self._bytes |= dict.fromkeys(bucket, "uninitialised") if self._process.lies else bucket
+                except (TimeoutError, ConnectionError) as error:
+                    self._groups.pop(group_name, None)
+                    raise _refused(f"the broadcast failed: {error}") from None
+                self._epoch = epoch
+
+        await self._process.ask(effect, timeout + 1.0, ordered=False)
+        return 0.1
+
+    async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
+        async def effect() -> str:
+            async with self._process.scheduler:
+                if self._epoch != epoch or self._busy.locked():
+                    raise _refused(f"epoch {epoch} is not staged")
+                async with self._busy:
+                    for name, word in self._bytes.items():
+                        await asyncio.sleep(self._process.wires.moment(0.01))
+                        self._process.held[name] = "old" if repeat and self._process.wires.strike(0.02) else word
+            return "copied" if repeat else "loaded"
+
+        return await self._process.ask(effect, timeout)
+
+
 class ScriptedFactory:
     """Builds engines for the real supervisor, whose processes are `Process`es."""
 
     kind = "scripted"
 
-    def __init__(self, wires: Wires, wait_seconds: float) -> None:
-        self._wires, self._wait = wires, wait_seconds
+    def __init__(self, wires: Wires, wait_seconds: float, *, stages: bool) -> None:
+        self._wires, self._wait, self._stages = wires, wait_seconds, stages
         self.lives: dict[str, Process] = {}
 
     def build(self, index: int, port: int, spec: LaunchSpec) -> EngineLaunch:
         key = f"{index}/{len(self.lives)}"
         process = self.lives[key] = Process(self._wires)
-        return EngineLaunch((key,), {}, ScriptedEngine(process, f"http://{key}", self._wait), 60.0)
+        engine = ScriptedEngine(process, f"http://{key}", self._wait, stages=self._stages)
+        return EngineLaunch((key,), {}, engine, 60.0)
 
     def process(self, _name: str, argv: Sequence[str], **_options: Any) -> Process:
         """In place of `ManagedProcess`."""

@@ -24,7 +24,8 @@ from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.run_settings import FleetSettings
 from services.rollout.core.weights import WeightUpdates
 from services.rollout.servicer_weights import WeightServicer
-from tests.support.scripted_engines import Process, ScriptedFactory, Wires, contents
+from tests.support.scripted_engines import Process, ScriptedFactory
+from tests.support.scripted_wires import Wires, contents
 
 RUN = "r"
 
@@ -67,14 +68,14 @@ class ScriptedNode:
         wires: chance and groups.
         count: engines.
         update_timeout: of the run.
-        staging: the run's `weight_staging`, where engines can.
+        staging: whether its engines can stage.
     """
 
-    def __init__(self, wires: Wires, count: int, update_timeout: float) -> None:
+    def __init__(self, wires: Wires, count: int, update_timeout: float, *, staging: bool) -> None:
         self.wires = wires
         self.router = ScriptedRouter(wires)
         self.fleet = Fleet("n", count, self.router)
-        self._factory = ScriptedFactory(wires, update_timeout)
+        self._factory = ScriptedFactory(wires, update_timeout, stages=staging)
         launch = LaunchSpec(Path("/nowhere"), group_timeout=update_timeout)
         settings = FleetSettings("scripted", launch, count, "round_robin", health_interval=2.0, health_timeout=2.0)
         self._supervisor = supervisors.Supervisor(self.fleet, self._factory, settings, None)
@@ -102,6 +103,28 @@ class ScriptedNode:
         await self.updates.close()
         await self.fleet.begin_run(RUN, "")
         self.begin_session()
+
+    async def strike_at_random(self) -> None:
+        """Something happens to an engine, or to the node's run."""
+        random = self.wires.random
+        process, chance = self.process(random.choice(self.fleet.slots)), random.random()
+        if chance < 0.15:
+            await self.retake()
+        elif process is None:
+            return
+        elif chance < 0.5:
+            process.die()
+        elif chance < 0.8:
+            process.moving.clear()
+            asyncio.get_running_loop().call_later(random.choice((0.1, 3.0, 40.0)), process.moving.set)
+        else:
+            process.lies = not process.lies
+
+    def calm_down(self) -> None:
+        """Nothing goes wrong any more."""
+        self.wires.calm = True
+        for process in filter(None, map(self.process, self.fleet.slots)):
+            process.lies = False
 
     def assert_at_rest(self) -> None:
         """Long after the last message: READY and routed, or STALE and not; nobody waits, nobody is in the way."""
@@ -189,6 +212,8 @@ class Network:
     async def _call(self, method: str, message: Any, timeout: float) -> Any:
         began = time.monotonic()
         handler: asyncio.Task | None = None
+        if method == "PrepareUpdate":
+            self.node.epochs[message.update_epoch] = message.version
         try:
             async with asyncio.timeout(timeout):
                 await self._travel()

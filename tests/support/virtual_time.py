@@ -26,6 +26,10 @@ class _Selector(selectors.DefaultSelector):
         self.now = 1000.0
         self._look = look
 
+    def clock(self) -> float:
+        """In place of `time.monotonic`."""
+        return self.now
+
     def select(self, timeout: float | None = None):
         try:
             self._look()
@@ -55,7 +59,7 @@ def run(main: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None)
     """
     selector = _Selector(look)
     with (
-        mock.patch.object(time, "monotonic", side_effect=lambda: selector.now),
+        mock.patch.object(time, "monotonic", selector.clock),
         asyncio.Runner(loop_factory=lambda: _Loop(selector)) as runner,
     ):
         return runner.run(main)
