@@ -18,6 +18,7 @@ from tetrarch.common.v1 import sample_pb2
 
 from services.common.channel import translate_errors
 from services.common.convert import group_to_proto, prompt_from_proto, sample_from_proto
+from services.common.errors import ServiceError
 from services.common.fault_points import reach_async
 from services.common.records import Group, Prompt
 from services.rollout.core.ports import ActiveRun, Lease, PutResult
@@ -25,6 +26,7 @@ from services.rollout.core.ports import ActiveRun, Lease, PutResult
 _CALL_SLACK = 5.0
 """Seconds between the longest wait a call asks for and its deadline."""
 _PAGE_SIZE = 256
+_NONE = ("", "")
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:
@@ -51,6 +53,8 @@ class GrpcBuffer:
         self._registry = registry_service_pb2_grpc.RegistryServiceStub(channel)
         self._node_id = node_id
         self._member_ttl = member_ttl
+        self._unanswered = _NONE
+        """Run and id of a lease request whose answer did not come."""
 
     async def newest_active_run(self) -> ActiveRun | None:
         """See `PromptBuffer`."""
@@ -60,17 +64,25 @@ class GrpcBuffer:
         return ActiveRun(runs[0].run_id, runs[0].spec_json) if runs else None
 
     async def lease_prompts(self, run_id: str, max_count: int, max_wait: float, ttl: float) -> list[Lease]:
-        """See `PromptBuffer`."""
+        """See `PromptBuffer`. A request whose answer was lost is made again: prompts that it was given would else be
+        nobody's until their lease expires."""
+        (asked_run, request_id), self._unanswered = self._unanswered, _NONE
+        if asked_run != run_id:
+            request_id = str(uuid.uuid4())
         request = buffer_service_pb2.LeasePromptsRequest(
             run_id=run_id,
-            request_id=str(uuid.uuid4()),
+            request_id=request_id,
             caller=self._node_id,
             max_prompt_count=max_count,
             max_wait=_duration(max_wait),
             ttl=_duration(ttl),
         )
-        async with translate_errors():
-            response = await self._buffer.LeasePrompts(request, timeout=max_wait + _CALL_SLACK)
+        try:
+            async with translate_errors():
+                response = await self._buffer.LeasePrompts(request, timeout=max_wait + _CALL_SLACK)
+        except ServiceError:
+            self._unanswered = (run_id, request_id)
+            raise
         if response.leases:
             await reach_async("node.holding_leases")
         return [
