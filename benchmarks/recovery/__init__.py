@@ -1,0 +1,1 @@
+"""What each death costs: see `__main__`."""
