@@ -48,6 +48,8 @@ def _options(service: str) -> list[tuple[str, object]]:
         # alone when something was sent to it (gRPC sets TCP_USER_TIMEOUT to it).
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # What ends a connection whose ping is not answered; 60 s by default, whatever the keepalive says.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A restarted server is found again within a second. One attempt may take 20 s by default, and one that began
         # while the network was cut would take all of them although it is mended.

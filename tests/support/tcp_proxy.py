@@ -13,6 +13,8 @@ import time
 
 _CHUNK = 16 * 1024
 _CONNECT_SECONDS = 5.0
+WAYS = ("up", "down")
+"""Towards the target, and back."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -29,16 +31,16 @@ class TcpProxy:
         self.port = port
         self._server: asyncio.Server | None = None
         self._pairs: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, ...]] = {}
-        self._passing = asyncio.Event()
-        self._passing.set()
+        self._passing = {way: asyncio.Event() for way in WAYS}
+        self._pass_all()
         self._refusing = False
         self._delay = 0.0
         self._rate: float | None = None
-        self._free_at = {"up": 0.0, "down": 0.0}
+        self._free_at = dict.fromkeys(WAYS, 0.0)
         self.accepted_count = 0
         """Connections so far."""
-        self.byte_counts = {"up": 0, "down": 0}
-        """Bytes passed towards the target and back."""
+        self.byte_counts = dict.fromkeys(WAYS, 0)
+        """Bytes passed, each way."""
 
     @property
     def address(self) -> str:
@@ -76,9 +78,10 @@ class TcpProxy:
         self._refusing = refuse
         self._reset_all()
 
-    def stall(self) -> None:
-        """Passes nothing in either direction; connections are accepted and stay open."""
-        self._passing.clear()
+    def stall(self, *ways: str) -> None:
+        """Passes nothing, either way or one; connections are accepted and stay open."""
+        for way in ways or WAYS:
+            self._passing[way].clear()
 
     def delay(self, seconds: float) -> None:
         """Holds every piece back that long before it is passed on."""
@@ -91,7 +94,11 @@ class TcpProxy:
     def mend(self) -> None:
         """Ends every fault; what was held back is passed on."""
         self._refusing, self._delay, self._rate = False, 0.0, None
-        self._passing.set()
+        self._pass_all()
+
+    def _pass_all(self) -> None:
+        for passing in self._passing.values():
+            passing.set()
 
     # -- connections
 
@@ -126,9 +133,9 @@ class TcpProxy:
 
     async def _pass(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            await self._passing.wait()
+            await self._passing[way].wait()
             data = await reader.read(_CHUNK)
-            await self._passing.wait()
+            await self._passing[way].wait()
             if not data:
                 with contextlib.suppress(OSError):
                     writer.write_eof()
