@@ -39,7 +39,7 @@ class App:
         self.buffer = Buffer(store, PromptLoader(RedisBlocks(self._connection)), self._functions)
         self.server = GrpcServer(settings, "buffer")
         self.server.add(add_buffer_service, BufferServicer(self.buffer), BUFFER_SERVICE)
-        registry = RegistryServicer(RedisMembers(self._connection))
+        registry = RegistryServicer(RedisMembers(self._connection), self.buffer)
         self.server.add(add_RegistryServiceServicer_to_server, registry, REGISTRY_SERVICE)
         self._ready = False
         self._sweeper: asyncio.Task | None = None

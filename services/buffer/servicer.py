@@ -246,15 +246,19 @@ def add_buffer_service(servicer: BufferServicer, server: grpc.aio.Server) -> Non
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     """The registry's calls."""
 
-    def __init__(self, members: MemberStore) -> None:
+    def __init__(self, members: MemberStore, buffer: Buffer) -> None:
         self._members = members
+        self._buffer = buffer
 
     async def RegisterMember(self, request, context):
         """Adds or renews a member."""
         ttl = convert.seconds(request.ttl)
         if not 0 < ttl <= 3600:
             raise invalid_field("ttl", ttl, "use more than 0 and at most 3600 seconds")
-        expire = await self._members.register(convert.member_from_proto(request.member), ttl)
+        member = convert.member_from_proto(request.member)
+        expire, again = await self._members.register(member, ttl)
+        if again:
+            await self._buffer.reclaim(member.member_id)
         return registry_service_pb2.RegisterMemberResponse(expire_time=convert.timestamp(expire))
 
     async def RemoveMember(self, request, context):

@@ -25,9 +25,10 @@ class RedisMembers:
         self._connection = connection
         self._client = connection.client
 
-    async def register(self, member: Member, ttl_seconds: float) -> int:
-        """Adds or renews a member; returns when its lease expires, in ms of the store's clock. Raises FENCED."""
-        await self._fence(member)
+    async def register(self, member: Member, ttl_seconds: float) -> tuple[int, bool]:
+        """Adds or renews a member; → (when its lease expires, in ms of the store's clock; whether it was started again
+        since the last time). Raises FENCED."""
+        again = await self._fence(member)
         ttl = math.ceil(ttl_seconds * 1000)
         expire = await self._connection.now_ms() + ttl
         value = json.dumps(
@@ -38,10 +39,11 @@ class RedisMembers:
             pipe.set(_PREFIX + "m:" + member.member_id, value, px=ttl)
             pipe.sadd(_NAMES, member.member_id)
             await pipe.execute()
-        return expire
+        return expire, again
 
-    async def _fence(self, member: Member) -> None:
-        """Notes the newest incarnation of a member. Raises FENCED for one that was replaced."""
+    async def _fence(self, member: Member) -> bool:
+        """Notes the newest incarnation of a member; → whether it replaced another. Raises FENCED for one that was
+        replaced."""
         newest, older = _PREFIX + "newest:" + member.member_id, _PREFIX + "older:" + member.member_id
         async with self._connection.errors():
             pipe = self._client.pipeline(transaction=False)
@@ -56,12 +58,14 @@ class RedisMembers:
                     member_id=member.member_id,
                     incarnation=member.incarnation,
                 )
-            if known != member.incarnation.encode():
-                pipe.set(newest, member.incarnation, ex=_MEMORY_SECONDS)
-                if known is not None:
-                    pipe.sadd(older, known)
-                    pipe.expire(older, _MEMORY_SECONDS)
-                await pipe.execute()
+            if known == member.incarnation.encode():
+                return False
+            pipe.set(newest, member.incarnation, ex=_MEMORY_SECONDS)
+            if known is not None:
+                pipe.sadd(older, known)
+                pipe.expire(older, _MEMORY_SECONDS)
+            await pipe.execute()
+            return known is not None
 
     async def remove(self, member_id: str) -> None:
         """Removes a member, if it is there."""

@@ -97,6 +97,10 @@ class RedisStore(RedisRuns):
         deadline, *lost = await self._run("extend", run_id, args)
         return int(deadline), [text.decode() for text in lost]
 
+    async def reclaim(self, run_id: str, caller: str) -> int:
+        """Has every lease of a caller expire now; → how many."""
+        return int((await self._run("reclaim", run_id, [caller]))[0])
+
     async def release(
         self,
         run_id: str,

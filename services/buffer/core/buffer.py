@@ -45,6 +45,7 @@ MAX_TTL_SECONDS = 24 * 3600.0
 MAX_LEASED_AT_ONCE = 1024
 FETCH_BATCH = 32
 _LEASE_ROUNDS = 16
+_RECLAIM_RUNS = 100
 _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}(:[ -~]{1,64})?")
 
 
@@ -211,6 +212,14 @@ class Buffer:
         released, lost = await self.store.release(run_id, known, fate, by_lease)
         self.changes.notify(run_id)
         return released, foreign + lost
+
+    async def reclaim(self, caller: str) -> int:
+        """Leases of a node that was started again go to others now, not when they expire; → how many."""
+        count = 0
+        for run in (await self.store.list_runs([RunState.ACTIVE], 0, _RECLAIM_RUNS))[0]:
+            count += await self.store.reclaim(run.run_id, caller)
+            self.changes.notify(run.run_id)
+        return count
 
     async def samples_per_group(self, run_id: str) -> int:
         """Samples that a complete group of the run has. Raises RUN_NOT_FOUND."""

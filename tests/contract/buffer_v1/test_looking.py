@@ -121,6 +121,29 @@ async def test_a_member_that_was_replaced_stays_out(channel):
     assert [member.address for member in listed if member.member_id == "n"] == ["second:1"]
 
 
+async def test_what_a_node_held_that_was_started_again_is_leased_anew_at_once(driver, channel):
+    stub = registry_service_pb2_grpc.RegistryServiceStub(channel)
+
+    async def register(incarnation: str):
+        member = registry_service_pb2.Member(
+            member_id="node", tier="rollout", address="node:1", incarnation=incarnation
+        )
+        await stub.RegisterMember(registry_service_pb2.RegisterMemberRequest(member=member, ttl=Duration(seconds=60)))
+
+    await driver.start()
+    await register("first")
+    held = (await driver.lease(2)).leases
+    await register("first")
+    assert (await driver.stats()).leased_count == len(held) == 2
+    await register("second")
+    stats = await driver.stats()
+    assert (stats.leased_count, stats.pending_count, stats.lease_expired_count) == (0, 2, 2)
+    again = (await driver.lease(2)).leases
+    assert [lease.prompt.group_id for lease in again] == [lease.prompt.group_id for lease in held]
+    await register("second")
+    assert (await driver.stats()).leased_count == 2
+
+
 async def test_groups_of_a_mixture_are_found_by_their_data_set(driver, data):
     parts = [{"name": "a", "path": str(data[0]), "weight": 3}, {"name": "b", "path": str(data[0]), "weight": 1}]
     driver.spec["data"].pop("prompt_data")
