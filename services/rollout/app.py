@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from services.rollout.adapters.router import SGLangRouter
 from services.rollout.adapters.sglang_launch import SGLangFactory
 from services.rollout.adapters.simulated import SimulatedFactory
 from services.rollout.adapters.tokenizer import load_tokenizer
+from services.rollout.adapters.weight_files import SharedVersions
 from services.rollout.config import RolloutNodeSettings
 from services.rollout.core.engine_port import EngineFactory, Router
 from services.rollout.core.node import Node, NodeSettings, Outside
-from services.rollout.core.run_settings import FleetSettings
+from services.rollout.core.run_settings import FleetSettings, RunSettings
 from services.rollout.metrics import NodeCollector
 from services.rollout.servicer import RolloutServicer
 from services.rollout.servicer_weights import WeightServicer
@@ -73,6 +75,7 @@ class App:
                 load_tokenizer=load_tokenizer,
                 make_factory=_factory,
                 make_router=lambda fleet: _router(fleet, log_dir),
+                open_files=lambda run: _files(run, self._node_id, log_dir),
             ),
         )
         self.server.add(
@@ -132,6 +135,15 @@ async def serve(settings: RolloutNodeSettings) -> None:
 def _factory(fleet: FleetSettings) -> EngineFactory:
     """Builder of the kind of engine a run asks for."""
     return {"sglang": SGLangFactory, "simulated": SimulatedFactory}[fleet.engine]()
+
+
+def _files(run: RunSettings, node_id: str, log_dir: Path | None) -> SharedVersions | None:
+    """A run's weights as files; a copy of this node's goes under its own name."""
+    if run.files is None:
+        return None
+    local = Path(run.files.local) if run.files.local else (log_dir or Path(tempfile.gettempdir())) / "weights"
+    shared = Path(run.files.directory).absolute() / run.run_id
+    return SharedVersions(shared, local / node_id / run.run_id, copies_full=run.files.copies_full)
 
 
 def _router(fleet: FleetSettings, log_dir: Path | None) -> Router:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from tetrarch.rollout.v1 import engine_pb2, rollout_service_pb2, weight_service_pb2
 
 from services.common.convert import sample_to_proto, sampling_from_proto
-from services.common.errors import invalid_field
+from services.common.errors import Code, ServiceError, invalid_field
 from services.common.records import SamplingParams
 from services.common.run_spec import GROUPS, RunSpec
 from services.common.tensors import dtype_name
@@ -21,7 +22,7 @@ from services.rollout.core.evaluation import EvaluationProgress, EvaluationReque
 from services.rollout.core.fleet import EngineSlot
 from services.rollout.core.node import Node
 from services.rollout.core.ports import ActiveRun
-from services.rollout.core.run_settings import FleetSettings, RunSettings, ScoreSettings
+from services.rollout.core.run_settings import FilesSettings, FleetSettings, RunSettings, ScoreSettings
 from services.rollout.core.update_state import UpdateRequest
 
 
@@ -59,10 +60,19 @@ def run_settings(run: ActiveRun) -> RunSettings:
         generate_timeout=rollout.generate_timeout,
         update_timeout=spec.trainer.update_timeout,
         pause_mode=rollout.pause_mode,
+        max_staleness=spec.trainer.max_staleness,
+        files=_files(spec),
         generate_path=rollout.custom_generate_function_path,
         filter_path=rollout.dynamic_sampling_filter_path,
         keys=keys | {"run_id": run.run_id},
     )
+
+
+def _files(spec: RunSpec) -> FilesSettings | None:
+    trainer = spec.trainer
+    local = trainer.update_weight_local_checkpoint_dir or ""
+    directory = trainer.update_weight_disk_dir
+    return FilesSettings(directory, local, copies_full=bool(local)) if directory else None
 
 
 def _sampling(spec: RunSpec) -> SamplingParams:
@@ -170,7 +180,9 @@ def update_request(message: weight_service_pb2.PrepareUpdateRequest) -> UpdateRe
         incarnation=message.incarnation,
         epoch=message.update_epoch,
         version=message.version,
-        group=GroupSpec(
+        group=None
+        if message.weights_path
+        else GroupSpec(
             name=message.group_name,
             backend=message.backend,
             master_address=message.master_address,
@@ -185,6 +197,7 @@ def update_request(message: weight_service_pb2.PrepareUpdateRequest) -> UpdateRe
             collective_env=dict(message.collective_env),
         ),
         buckets=_buckets(message),
+        weights_path=message.weights_path,
     )
 
 
@@ -195,8 +208,25 @@ def _buckets(message: weight_service_pb2.PrepareUpdateRequest) -> Buckets:
         raise invalid_field(
             "bucket_tensor_counts", counts[:10], f"every bucket holds a tensor and all together {len(specs)}"
         )
+    if len({spec.name for spec in specs}) < len(specs):
+        raise invalid_field("tensors", len(specs), "every tensor has a name of its own")
+    if message.plan_digest not in ("", digest := _plan_digest(specs)):
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            "PLAN_MISMATCH",
+            f"The tensors of update {message.update_epoch} for engine {message.engine_id} have the digest {digest}, but"
+            f" the trainer means {message.plan_digest}: run one release of Tetrarch on both sides.",
+            engine_id=message.engine_id,
+            update_epoch=message.update_epoch,
+        )
     ends = list(itertools.accumulate(counts))
     return tuple(specs[end - count : end] for count, end in zip(counts, ends, strict=True))
+
+
+def _plan_digest(specs: Iterable[TensorSpec]) -> str:
+    """16 hex digits over names, dtypes and shapes in order, as the trainer makes them."""
+    lines = "".join(f"{spec.name} {spec.dtype} {'x'.join(map(str, spec.shape))}\n" for spec in specs)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 def rules_to_proto(rules: Iterable[ChecksumRule]) -> list[weight_service_pb2.ChecksumRule]:

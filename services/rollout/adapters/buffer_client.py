@@ -61,7 +61,10 @@ class GrpcBuffer:
         request = buffer_service_pb2.ListRunsRequest(page_size=1, states=[run_pb2.RUN_STATE_ACTIVE])
         async with translate_errors():
             runs = (await self._buffer.ListRuns(request)).runs
-        return ActiveRun(runs[0].run_id, runs[0].spec_json) if runs else None
+        if not runs:
+            return None
+        run = runs[0]
+        return ActiveRun(run.run_id, run.spec_json, run.create_time.ToJsonString(), run.policy_version)
 
     async def lease_prompts(self, run_id: str, max_count: int, max_wait: float, ttl: float) -> list[Lease]:
         """See `PromptBuffer`. A request whose answer was lost is made again: prompts that it was given would else be

@@ -251,6 +251,21 @@ class SGLangEngine:
                 cause=error.reason,
             ) from error
 
+    async def load_files(self, directory: Path, timeout: float) -> None:
+        body = {"model_path": str(directory), "flush_cache": False, "abort_all_requests": False}
+        try:
+            await self._client.expect("POST", "/update_weights_from_disk", body, timeout=timeout)
+        except ServiceError as error:
+            raise ServiceError(
+                Code.INTERNAL,
+                "TRANSFER_FAILED",
+                f"The engine did not load the files in {directory}: {error.message} Its weights are unknown now: abort"
+                " this update and send a new one.",
+                url=self.url,
+                directory=directory,
+                cause=error.reason,
+            ) from error
+
     def _require_membership(self, group_name: str) -> None:
         if group_name not in self._groups:
             raise ServiceError(Code.FAILED_PRECONDITION, "ENGINE_REFUSED", "It is not a member of that group.")

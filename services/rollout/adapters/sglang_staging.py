@@ -17,7 +17,7 @@ from typing import Any
 from services.common.errors import ServiceError
 from services.rollout.adapters.engine_http import HttpClient
 from services.rollout.adapters.receiver_client import ReceiverSocket
-from services.rollout.core.engine_port import Buckets, GroupSpec
+from services.rollout.core.engine_port import Buckets, FilePiece, GroupSpec
 from services.rollout.receiver.server import PATH
 
 CONTROL_SECONDS = 30.0
@@ -66,6 +66,10 @@ class SGLangStaging:
     async def receive(self, epoch: int, group_name: str, timeout: float) -> float:
         answers = await self._ask_all("receive", timeout + 1.0, epoch=epoch, group=group_name, seconds=timeout)
         return max(answer["seconds"] for answer in answers)
+
+    async def fill(self, epoch: int, pieces: Sequence[FilePiece], timeout: float) -> float:
+        fields = {"epoch": epoch, "pieces": list(pieces), "seconds": timeout}
+        return max(answer["seconds"] for answer in await self._ask_all("fill", timeout + 1.0, **fields))
 
     async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
         await self._ask_all("arm", timeout, epoch=epoch, repeat=repeat)

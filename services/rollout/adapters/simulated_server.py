@@ -101,6 +101,7 @@ class SimulatedServer:
             "/end_weight_update": self._weights_call(lambda _: self.weights.end()),
             "/update_weights_from_distributed": self.receive,
             "/update_weights_from_tensor": self.load,
+            "/update_weights_from_disk": self._weights_call(lambda body: self.weights.load_files(body)),
             "/update_weight_version": self.set_version,
             "/weights_checker": self.check,
         }

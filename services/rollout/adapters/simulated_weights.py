@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,14 @@ class HeldWeights:
                 self._tensors[name], self._data[name] = held, memoryview(held.numpy())
             self._tensors[name].copy_(tensor.flatten().view(torch.uint8))
 
+    def load_files(self, body: dict[str, Any]) -> None:
+        """Take the tensors of a checkpoint."""
+        self._load()
+        for name, tensor in _tensors_in(Path(body["model_path"])):
+            self._check_shape(name, tuple(tensor["shape"]))
+            self._tensors.pop(name, None)
+            self._data[name] = memoryview(tensor["data"])
+
     def _receive_flat(self, specs: Sequence[tuple[str, str, tuple[int, ...]]], group: Any) -> None:
         import torch
 
@@ -141,11 +149,19 @@ class HeldWeights:
         """Read the checkpoint; the first use pays for it."""
         if self._data:
             return
-        from safetensors import deserialize
+        for name, tensor in _tensors_in(self._model_path):
+            self._data[name] = memoryview(tensor["data"])
+            self._shapes[name] = tuple(tensor["shape"])
 
-        index = self._model_path / "model.safetensors.index.json"
+
+def _tensors_in(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tensors of a checkpoint: data, dtype, shape."""
+    from safetensors import SafetensorError, deserialize
+
+    index = directory / "model.safetensors.index.json"
+    try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
         for file in names or ["model.safetensors"]:
-            for name, tensor in deserialize((self._model_path / file).read_bytes()):
-                self._data[name] = memoryview(tensor["data"])
-                self._shapes[name] = tuple(tensor["shape"])
+            yield from deserialize((directory / file).read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"The checkpoint {directory} cannot be read: {error}") from error

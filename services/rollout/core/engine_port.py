@@ -180,6 +180,10 @@ Buckets = tuple[tuple[TensorSpec, ...], ...]
 """A plan: the tensors of each flat byte tensor that is sent, in order."""
 
 
+FilePiece = tuple[str, int, int]
+"""Path, offset and length of one bucket in a file."""
+
+
 class Staging(Protocol):
     """Receives weights in an engine's process beside those it serves; the engine serves on until `activate`.
 
@@ -206,6 +210,10 @@ class Staging(Protocol):
     async def receive(self, epoch: int, group_name: str, timeout: float) -> float:
         """Receives every bucket of the reserved plan over the group; → seconds. When it fails the group is left and
         the memory forgotten."""
+        ...
+
+    async def fill(self, epoch: int, pieces: Sequence[FilePiece], timeout: float) -> float:
+        """Reads every bucket of the reserved plan from files; → seconds."""
         ...
 
     async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
@@ -277,6 +285,11 @@ class Engine(Protocol):
     async def receive_bucket(self, specs: Sequence[TensorSpec], group_name: str, timeout: float) -> None:
         """Receive one flat byte tensor (`flat_bytes`) by broadcast from rank 0 and load it. If this raises
         before the engine joined the broadcast, the trainer's side hangs until it is aborted."""
+        ...
+
+    async def load_files(self, directory: Path, timeout: float) -> None:
+        """Load a checkpoint's weights, safetensors with an index, in an update. If this raises, the engine's weights
+        are unknown."""
         ...
 
     async def end_update(self) -> None:

@@ -27,6 +27,7 @@ from services.rollout.core.replay import check_replay
 from services.rollout.core.run_settings import FleetSettings, RunSettings
 from services.rollout.core.session import RunSession, Services
 from services.rollout.core.supervisor import Supervisor
+from services.rollout.core.weight_files import VersionFiles
 
 log = get_logger(__name__)
 
@@ -44,6 +45,8 @@ class Outside:
     load_tokenizer: Callable[[str], Tokenizer]
     make_factory: Callable[[FleetSettings], EngineFactory]
     make_router: Callable[[FleetSettings], Router]
+    open_files: Callable[[RunSettings], VersionFiles | None] = lambda run: None
+    """A run's weights as files."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class Node:
         if run is None:
             await self._linger()
             return
-        if run.run_id == self.run_id and self._ended_at is None and not reopened:
+        if self.session is not None and run.run_id == self.run_id and self._ended_at is None and not reopened:
+            self.session.policy_version = run.policy_version
             return
         await self._leave_run()
         try:
@@ -177,7 +181,8 @@ class Node:
         else:
             fleet = await self._engines_for(run.fleet)
             await fleet.begin_run(run.run_id, birth)
-        services = Services(self._outside.buffer, self._outside.scorer, self.counters)
+        files = self._outside.open_files(run) if run.files else None
+        services = Services(self._outside.buffer, self._outside.scorer, self.counters, files)
         self.session = RunSession(run, services, tokenizer, fleet)
         self.session.start()
         log.info("run taken", run=run.run_id, engines=len(self.slots), supervised=run.sft)

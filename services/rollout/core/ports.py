@@ -40,6 +40,8 @@ class ActiveRun:
     spec_json: str
     birth: str = ""
     """Tells a run from another one of the same id, made anew."""
+    policy_version: int = 0
+    """Newest published version; 0 before the first."""
 
 
 class PromptBuffer(Protocol):

@@ -20,8 +20,8 @@ class FleetSettings:
     router_strategy: str
     router_options: Mapping[str, Any] = field(default_factory=dict)
     restart: bool = True
-    health_interval: float = 2.0
-    health_timeout: float = 5.0
+    health_interval: float = 1.0
+    health_timeout: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class ScoreSettings:
     options_json: str = "{}"
     timeout: float = 30.0
     grouped: bool = False
+
+
+@dataclass(frozen=True)
+class FilesSettings:
+    """Where weights are as files. `directory`: shared with the trainer; `local`: for a copy, empty for the node's own
+    choice; `copies_full`: whether full files are copied as well."""
+
+    directory: str
+    local: str = ""
+    copies_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class RunSettings:
     generate_timeout: float = 600.0
     update_timeout: float = 60.0
     pause_mode: str = "retract"
+    max_staleness: int = 0
+    files: FilesSettings | None = None
     generate_path: str | None = None
     filter_path: str | None = None
     """Function that keeps or rejects a scored group."""

@@ -25,6 +25,8 @@ from services.rollout.core.replay import KEY as REPLAY_KEY
 from services.rollout.core.replay import ReplayMaker
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.scoring import Scoring
+from services.rollout.core.unattended import Unattended
+from services.rollout.core.weight_files import VersionFiles
 from services.rollout.core.weights import WeightUpdates
 
 log = get_logger(__name__)
@@ -41,6 +43,8 @@ class Services:
     buffer: PromptBuffer
     scorer: Scorer
     counters: Counters
+    files: VersionFiles | None = None
+    """The run's weights as files."""
 
 
 class RunSession:
@@ -64,6 +68,10 @@ class RunSession:
         self._generator: Generator | None = None
         self._maker: RolloutMaker | None = None
         self._halt = Halt()
+        self.policy_version = 0
+        """Newest published version, as the buffer says."""
+        self._unattended: Unattended | None = None
+        self._watch: asyncio.Task[None] | None = None
         if fleet is None:
             maker: RolloutMaker | SupervisedMaker | ReplayMaker = (
                 ReplayMaker(run) if run.keys.get(REPLAY_KEY) else SupervisedMaker(run, tokenizer)
@@ -73,7 +81,10 @@ class RunSession:
             self._generator = make_generator(completer, run)
             # Evaluations are not given back: they go on where an engine ended them.
             training = replace(self._generator, completer=replace(completer, halt=self._halt))
-            self.updates = WeightUpdates(fleet, services.counters, run.pause_mode, run.update_timeout)
+            files = services.files
+            self.updates = WeightUpdates(fleet, services.counters, run.pause_mode, run.update_timeout, files)
+            if files is not None:
+                self._unattended = Unattended(fleet, self.updates, files, self._published, run.max_staleness)
             self._maker = RolloutMaker(
                 fleet, self._generator, Scoring(services.scorer, run.score), run, tokenizer, services.counters
             )
@@ -95,11 +106,16 @@ class RunSession:
         slots = self.fleet.slots if self.fleet else []
         return sum((slot.info and slot.info.max_running) or _RUNNING_DEFAULT for slot in slots)
 
+    def _published(self) -> int:
+        return self.policy_version
+
     async def _ready(self, timeout: float) -> bool:
         return True if self.fleet is None else await self.fleet.wait_serving(timeout)
 
     def start(self) -> None:
         """Begins to lease prompts."""
+        if self._unattended is not None:
+            self._watch = asyncio.create_task(self._unattended.watch(), name=f"engines of {self.run.run_id} alone")
         self._task = asyncio.create_task(self._loop.run(), name=f"generation of {self.run.run_id}")
 
     @property
@@ -141,6 +157,9 @@ class RunSession:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._task
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         if self.updates is not None:
             await self.updates.close()
         if self._generator is not None:

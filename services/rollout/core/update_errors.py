@@ -92,3 +92,14 @@ def group_left(slot: EngineSlot, name: str) -> ServiceError:
         engine_id=slot.engine_id,
         group_name=name,
     )
+
+
+def checksum_unknown(slot: EngineSlot, path: str) -> ServiceError:
+    """Files without what an engine of this kind must hold of them."""
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "CHECKSUM_UNKNOWN",
+        f"The trainer left in {path} no checksums for engines like {slot.engine_id}: it waits for the trainer.",
+        engine_id=slot.engine_id,
+        path=path,
+    )

@@ -18,9 +18,12 @@ class UpdateRequest:
     incarnation: str
     epoch: int
     version: int
-    group: GroupSpec
+    group: GroupSpec | None
+    """None: the bytes are in files."""
     trainer: TrainerSide
     buckets: Buckets
+    weights_path: str = ""
+    """Directory of the version's files."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -87,6 +90,8 @@ class Lane:
     """Serialises the update calls of one engine."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    heard: float = 0.0
+    """When a trainer spoke of the engine last, by `time.monotonic`."""
     update: Update | None = None
     last_commit: tuple[int, int, CommitResult] | None = None
 

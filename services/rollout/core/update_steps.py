@@ -8,17 +8,20 @@ set and its version is 0; it serves again only after its checksums matched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
+from services.common.weight_files.errors import files_missing
 from services.rollout.core.engine_port import Engine
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.update_errors import checksum_mismatch, engine_timeout, update_aborted
 from services.rollout.core.update_state import TransferResult, Update
+from services.rollout.core.weight_files import VersionFiles
 
 log = get_logger(__name__)
 ResultT = TypeVar("ResultT")
@@ -33,12 +36,14 @@ class UpdateSteps:
         fleet: the engines.
         pause_mode: what happens to requests in flight; see the run's `pause_mode`.
         update_timeout: deadline of calls that only touch an engine's memory.
+        files: versions as files, where a run has them.
     """
 
-    def __init__(self, fleet: Fleet, pause_mode: str, update_timeout: float) -> None:
+    def __init__(self, fleet: Fleet, pause_mode: str, update_timeout: float, files: VersionFiles | None = None) -> None:
         self._fleet = fleet
         self._pause_mode = pause_mode
         self._timeout = update_timeout
+        self._files = files
 
     async def stage(self, slot: EngineSlot, update: Update, timeout: float) -> None:
         """Decides the way: staged where the engine can and the memory suffices."""
@@ -56,8 +61,10 @@ class UpdateSteps:
 
     async def receive(self, slot: EngineSlot, update: Update, timeout: float) -> TransferResult:
         """Every bucket of the plan."""
-        if update.staging is not None:
-            request = update.request
+        request = update.request
+        if request.group is None:
+            seconds = await self._receive_files(slot, update, timeout)
+        elif update.staging is not None:
             work = update.staging.receive(request.epoch, request.group.name, timeout)
             seconds = await call(update, work, timeout + 2.0)  # it keeps the deadline itself
         else:
@@ -65,7 +72,27 @@ class UpdateSteps:
         update.received = True
         return TransferResult(sum(spec.byte_count for spec in update.request.tensors), seconds)
 
+    async def _receive_files(self, slot: EngineSlot, update: Update, timeout: float) -> float:
+        """The engine is touched only when the files are here and right."""
+        request, begun = update.request, time.monotonic()
+        if self._files is None:
+            raise files_missing(request.weights_path, "this run has no update_weight_disk_dir at the rollout node")
+        async with contextlib.AsyncExitStack() as stack:
+            opening = stack.enter_async_context(self._files.open(request.weights_path))
+            held = await call(update, opening, timeout)
+            held.check(request.version, request.buckets)
+            left = max(0.1, timeout - (time.monotonic() - begun))
+            if update.staging is not None:
+                pieces = [(str(piece.path), piece.offset, piece.size) for piece in held.pieces]
+                await call(update, update.staging.fill(request.epoch, pieces, left), left + 2.0)
+            else:
+                await self._open(slot, update)
+                self._touch(slot, update)
+                await call(update, slot.alive.load_files(held.directory, left), left)
+        return time.monotonic() - begun
+
     async def _receive_direct(self, slot: EngineSlot, update: Update, timeout: float) -> float:
+        assert update.request.group
         engine, group = slot.alive, update.request.group.name
         await self._open(slot, update)
         self._touch(slot, update)
@@ -125,6 +152,8 @@ class UpdateSteps:
             await update.staging.activate(update.request.epoch, timeout, repeat=False)
             wrong = await self._wrong_tensors(slot, update, expected)
         if wrong:
+            if self._files is not None and update.request.group is None:
+                self._files.forget()
             raise checksum_mismatch(slot, wrong, max(len(update.rules), len(expected)))
 
     async def _wrong_tensors(self, slot: EngineSlot, update: Update, expected: Mapping[str, str]) -> list[str]:

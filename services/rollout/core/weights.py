@@ -20,12 +20,21 @@ from typing import Any
 from services.common.errors import ServiceError
 from services.common.fault_points import reach_async
 from services.common.telemetry import get_logger
-from services.rollout.core.compatibility import check_compatible
+from services.common.weight_files.manifest import Expected
+from services.rollout.core.compatibility import TrainerSide, check_compatible
 from services.rollout.core.counters import Counters
-from services.rollout.core.engine_port import ChecksumRule, Engine, TensorSpec
+from services.rollout.core.engine_port import Buckets, ChecksumRule, Engine, TensorSpec
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
-from services.rollout.core.update_errors import fenced, group_left, not_prepared, transfer_failed, unavailable
+from services.rollout.core.update_errors import (
+    checksum_unknown,
+    fenced,
+    group_left,
+    not_prepared,
+    transfer_failed,
+    unavailable,
+    update_aborted,
+)
 from services.rollout.core.update_state import (
     CommitResult,
     Lane,
@@ -35,9 +44,12 @@ from services.rollout.core.update_state import (
     UpdateRequest,
 )
 from services.rollout.core.update_steps import UpdateSteps, call
+from services.rollout.core.weight_files import REASONS, VersionFiles, expected_of
 
 log = get_logger(__name__)
 
+ALONE = -1
+"""Epoch of an update without a trainer; none of a trainer's is below 0."""
 _LEAVE_SECONDS = 10.0
 """An engine that does not leave a group in this time (its peers may be dead, or never have come) is replaced."""
 
@@ -50,12 +62,20 @@ class WeightUpdates:
         counters: pauses are added here.
         pause_mode: what happens to requests in flight; see the run's `pause_mode`.
         update_timeout: longest silence of the trainer within an update, and of an engine within a call.
+        files: versions as files, where a run has them.
     """
 
-    def __init__(self, fleet: Fleet, counters: Counters, pause_mode: str, update_timeout: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        counters: Counters,
+        pause_mode: str,
+        update_timeout: float,
+        files: VersionFiles | None = None,
+    ) -> None:
         self._fleet = fleet
         self._counters = counters
-        self._steps = UpdateSteps(fleet, pause_mode, update_timeout)
+        self._steps = UpdateSteps(fleet, pause_mode, update_timeout, files)
         self._timeout = update_timeout
         self._lanes = {slot.engine_id: Lane() for slot in fleet.slots}
         self._background: set[asyncio.Task] = set()
@@ -68,10 +88,12 @@ class WeightUpdates:
         lane = self._lanes[slot.engine_id]
         if request.epoch <= slot.fence:
             raise fenced(slot, request.epoch)
+        lane.heard = time.monotonic()
         engine = slot.alive
         if slot.info is None or request.incarnation != slot.incarnation:
             raise unavailable(slot, "was restarted since it was listed; list the engines again")
-        check_compatible(slot.engine_id, slot.info, request.trainer)
+        if request.group is not None:
+            check_compatible(slot.engine_id, slot.info, request.trainer)
         rules = await self._rules(slot, engine, request.tensors)
         if request.epoch <= slot.fence:  # a newer one came meanwhile, or the same again
             raise fenced(slot, request.epoch)
@@ -108,6 +130,8 @@ class WeightUpdates:
             return
         if not await self._leave(slot):
             raise unavailable(slot, "did not leave its weight group before this one and is brought up again")
+        if group is None:
+            return
         if group.name in slot.groups_left:  # also this very group, of which another part of the process was a member
             raise group_left(slot, group.name)
         slot.group, slot.member = group, member
@@ -123,6 +147,8 @@ class WeightUpdates:
             try:
                 result = await self._steps.receive(slot, update, timeout)
             except ServiceError as error:
+                if error.reason in REASONS:
+                    raise
                 raise transfer_failed(slot, str(error), staged=update.staging is not None) from error
             self._counters.transfer_seconds += result.seconds
             self._counters.received_bytes += result.received_bytes
@@ -143,12 +169,36 @@ class WeightUpdates:
                 raise not_prepared(slot, epoch, why)
             await self._steps.install(slot, update, version, expected, timeout)
             result = self._committed(slot, lane, update, version, len(expected))
-        try:
-            await self._fleet.route(slot)
-        except ServiceError as error:  # the supervisor tries again at its next health check
-            log.warning("router did not take an engine", engine=slot.engine_id, error=str(error))
+        await self._route(slot)
         await reach_async("node.after_commit", engine=engine_id)
         return result
+
+    def heard(self, engine_id: str) -> float:
+        """When a trainer spoke of an engine last, by `time.monotonic`."""
+        return self._lanes[engine_id].heard
+
+    async def take_alone(self, engine_id: str, path: str, buckets: Buckets, expected: Expected) -> None:
+        """Brings a STALE engine to a version in files without a trainer; a Prepare ends it. Raises what the steps of an
+        update raise, and CHECKSUM_UNKNOWN when nobody said what this engine must hold."""
+        slot = self._fleet.slot(engine_id)
+        lane, engine = self._lanes[engine_id], slot.alive
+        request = UpdateRequest(
+            engine_id, slot.incarnation, ALONE, expected.version, None, TrainerSide("", ""), buckets, path
+        )
+        rules = await self._rules(slot, engine, request.tensors)
+        values = expected_of(expected, engine.checksum_algorithm, rules) if rules else {}
+        if values is None:
+            raise checksum_unknown(slot, path)
+        if self._closed or lane.update is not None or slot.state is not EngineState.STALE:
+            return
+        own = lane.update = Update(request, slot.incarnation, rules, slot.state)
+        async with self._step(slot, lane, ALONE, "it did not come up from files", own) as update:
+            await self._steps.stage(slot, update, self._timeout)
+            await self._enter(slot, update, self._timeout)
+            await self._steps.receive(slot, update, self._timeout)
+            await self._steps.install(slot, update, expected.version, values, self._timeout)
+            self._committed(slot, lane, update, expected.version, len(values))
+        await self._route(slot)
 
     async def abort(self, engine_id: str, epoch: int, reason: str) -> None:
         """Gives an update up. Unknown and older epochs are not an error."""
@@ -166,14 +216,22 @@ class WeightUpdates:
         if self._background:
             await asyncio.wait(self._background, timeout=_LEAVE_SECONDS)
 
+    async def _route(self, slot: EngineSlot) -> None:
+        try:
+            await self._fleet.route(slot)
+        except ServiceError as error:  # the supervisor tries again at its next health check
+            log.warning("router did not take an engine", engine=slot.engine_id, error=str(error))
+
     @contextlib.asynccontextmanager
-    async def _step(self, slot: EngineSlot, lane: Lane, epoch: int, what: str) -> AsyncIterator[Update]:
+    async def _step(
+        self, slot: EngineSlot, lane: Lane, epoch: int, what: str, own: Update | None = None
+    ) -> AsyncIterator[Update]:
         """One call of an update, alone on its engine. If the body fails, the update is given up before the
         caller learns of it; if the caller itself was cancelled, right after."""
         update: Update | None = None
         try:
             async with lane.lock:
-                update = self._update_of(slot, lane, epoch)
+                update = self._update_of(slot, lane, epoch, own)
                 update.rest()
                 yield update
                 if lane.update is update:
@@ -235,10 +293,15 @@ class WeightUpdates:
             return False
         return True
 
-    def _update_of(self, slot: EngineSlot, lane: Lane, epoch: int) -> Update:
-        """The update under way with this epoch. Raises FENCED, EPOCH_NOT_PREPARED or ENGINE_UNAVAILABLE."""
-        if epoch < slot.fence:
-            raise fenced(slot, epoch)
+    def _update_of(self, slot: EngineSlot, lane: Lane, epoch: int, own: Update | None = None) -> Update:
+        """The update under way with this epoch, a trainer's or our `own`. Raises FENCED, EPOCH_NOT_PREPARED,
+        UPDATE_ABORTED or ENGINE_UNAVAILABLE."""
+        if own is None:
+            if epoch < max(slot.fence, 0):
+                raise fenced(slot, epoch)
+            lane.heard = time.monotonic()
+        elif lane.update is not own:
+            raise update_aborted(slot.engine_id, epoch)
         update = lane.update
         if update is None or update.over or update.request.epoch != epoch:
             why = f"has no update {epoch} under way: call PrepareUpdate with a newer epoch."

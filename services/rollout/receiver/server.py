@@ -88,6 +88,7 @@ class Receiver:
             "reserve": self._reserve,
             "join": self._join,
             "receive": self._receive,
+            "fill": self._fill,
             "leave": self._leave,
             "drop": self._drop,
             "arm": self._arm,
@@ -181,6 +182,21 @@ class Receiver:
                 groups.receive(request["group"], staging.buffers, request["seconds"], self._before_bucket)
             except (RuntimeError, OSError) as error:
                 staging.give_up()
+                raise Refused("NOT_RECEIVED", str(error)) from error
+            self._staged_epoch = request["epoch"]
+            return {"seconds": time.perf_counter() - begun}
+
+    def _fill(self, request: dict[str, Any]) -> dict[str, Any]:
+        """As `_receive`, from files."""
+        from services.rollout.receiver.files import fill
+
+        staging = self._get_parts()[1]
+        with self._alone(_BUSY_SECONDS):
+            self._staged_epoch = None
+            begun = time.perf_counter()
+            try:
+                fill(staging.buffers, request["pieces"], request["seconds"], self._before_bucket)
+            except (RuntimeError, OSError) as error:
                 raise Refused("NOT_RECEIVED", str(error)) from error
             self._staged_epoch = request["epoch"]
             return {"seconds": time.perf_counter() - begun}
