@@ -98,7 +98,7 @@ class WeightRank:
 
 
 def altered(change: Callable[[StagedWeights], None]) -> Callable[[str, StagedWeights], Altered | StagedWeights]:
-    """For `WeightRank.alter`: the first engine of an update is sent a copy that `change` was at, the others the truth."""
+    """For `WeightRank.alter`: the first engine is sent a copy that `change` was at, the others what was staged."""
 
     def alter(group: str, staged: StagedWeights) -> Altered | StagedWeights:
         if not group.endswith("-0"):

@@ -12,7 +12,6 @@ node sets it after the checksums were compared.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 
 from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
-from services.rollout.adapters import engine_http
-from services.rollout.adapters.checkpoint import installed_version, model_config
+from services.rollout.adapters import engine_http, sglang_rules
+from services.rollout.adapters.checkpoint import installed_version, model_config, tensor_headers
 from services.rollout.adapters.engine_http import HttpClient
 from services.rollout.adapters.nccl_library import nccl_version
 from services.rollout.adapters.sglang_release import RELEASES, Release, is_tested
@@ -41,10 +40,6 @@ CONTROL_SECONDS = 30.0
 """Deadline of control calls that only touch the engine's memory."""
 COMPILE_SECONDS = 180.0
 """Of the first checksums on CUDA: two kernels are compiled for them."""
-
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
-"""Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
 
 # fmt: off
 SAMPLING_KEYS = frozenset({
@@ -290,26 +285,16 @@ class SGLangEngine:
     async def checksum_rules(self, specs: Sequence[TensorSpec]) -> list[ChecksumRule]:
         if not self.checksum_algorithm:
             return []
-        await self._check_dtypes(specs)
-        tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
-        rules = match_tensors(list(await self.checksums()), [spec.name for spec in specs], tied=tied)
-        by_name = {spec.name: spec for spec in specs}
-        multiple = self._facts.vocabulary_multiple
-        return [replace(rule, padding_bytes=_padding(by_name[rule.source_names[0]], multiple)) for rule in rules]
-
-    async def _check_dtypes(self, specs: Sequence[TensorSpec]) -> None:
-        """An engine converts what it loads to its own dtype, and would then hold other bytes than were sent."""
         said = await self._client.expect("GET", "/server_info", timeout=CONTROL_SECONDS)
-        dtype, sent = said.get("dtype", "auto"), {spec.dtype for spec in specs}
-        if dtype != "auto" and sent and dtype not in sent:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
-                "DTYPE_MISMATCH",
-                f"The update is sent as {', '.join(sorted(sent))}, but the engine at {self.url} holds {dtype}: make "
-                "both equal (trainer.bf16 and sglang.dtype: bfloat16, or neither and sglang.dtype: float32).",
-                url=self.url,
-                engine_dtype=dtype,
-            )
+        dtype = said.get("dtype", "auto")
+        own = await asyncio.to_thread(tensor_headers, self._facts.model_path)
+        tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
+        held, multiple = list(await self.checksums()), self._facts.vocabulary_multiple
+        rules = sglang_rules.checksum_rules(held, specs, tied=tied, vocabulary_multiple=multiple)
+        sglang_rules.check_shapes(specs, own)
+        if dtype != "auto":
+            sglang_rules.check_dtypes(specs, dtype, own, self.url)
+        return rules
 
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -342,46 +327,3 @@ def _check_sampling_keys(request: GenerationRequest) -> None:
             request_id=request.request_id,
             key=lost[0],
         )
-
-
-def _padding(spec: TensorSpec, multiple: int) -> int:
-    """Bytes of the zeros with which an engine pads a vocabulary."""
-    if spec.name not in ("model.embed_tokens.weight", "lm_head.weight"):
-        return 0
-    return -spec.shape[0] % multiple * spec.shape[1] * DTYPE_BYTES[spec.dtype]
-
-
-def match_tensors(held: Sequence[str], sent: Sequence[str], *, tied: bool) -> list[ChecksumRule]:
-    """Rules for the engine tensors `held`, made of the checkpoint tensors `sent`.
-
-    With `tied` embeddings the engine may hold, and the sender may send, either of two names of one tensor.
-    Raises FAILED_PRECONDITION/TENSORS_UNKNOWN for a sent tensor without a place.
-    """
-    known, rules, placed = set(sent), [], set()
-    for name in held:
-        sources = (name,) if name in known else _sources(name, known)
-        if not sources and tied and name == "lm_head.weight":
-            sources = ("model.embed_tokens.weight",)
-        if sources and known.issuperset(sources):
-            rules.append(ChecksumRule(name, sources))
-            placed.update(sources)
-    strangers = [name for name in sent if name not in placed and not (tied and name == "lm_head.weight")]
-    if strangers:
-        raise ServiceError(
-            Code.FAILED_PRECONDITION,
-            "TENSORS_UNKNOWN",
-            f"{len(strangers)} tensors of the update have no place in the engine, the first is {strangers[0]}: "
-            "trainer and engine must load the same checkpoint architecture.",
-            first=strangers[0],
-            count=len(strangers),
-        )
-    return rules
-
-
-def _sources(engine_name: str, known: set[str]) -> tuple[str, ...]:
-    for fused, parts in FUSED:
-        pattern = rf"(?<=\.){fused}(?=\.)"
-        if re.search(pattern, engine_name):
-            names = tuple(re.sub(pattern, part, engine_name) for part in parts)
-            return names if known.issuperset(names) else ()
-    return ()

@@ -11,8 +11,8 @@ from services.common import devices
 from services.common.errors import Code, ServiceError
 from services.common.records import VersionSpan
 from services.rollout.adapters.engine_http import read_generations, read_spans, sentence
-from services.rollout.adapters.sglang import match_tensors
 from services.rollout.adapters.sglang_launch import SGLangFactory, command_line
+from services.rollout.adapters.sglang_rules import match_tensors
 from services.rollout.adapters.simulated import SimulatedFactory
 from services.rollout.core.engine_port import LaunchSpec
 
@@ -69,9 +69,11 @@ def test_a_tensor_without_a_place_is_named():
     assert caught.value.reason == "TENSORS_UNKNOWN"
 
 
-def test_half_a_fused_tensor_has_no_place():
-    with pytest.raises(ServiceError, match="gate_proj"):
-        match_tensors(HELD, SENT[:8] + SENT[9:], tied=True)
+def test_a_tensor_that_is_not_sent_is_named_also_as_a_part_of_a_fused_one():
+    for index, inside in ((8, "gate_up_proj"), (5, r"qkv_proj\.bias"), (9, "down_proj")):
+        with pytest.raises(ServiceError, match=rf"first is {SENT[index]} \(of the engine's .*{inside}") as caught:
+            match_tensors(HELD, SENT[:index] + SENT[index + 1 :], tied=True)
+        assert caught.value.reason == "TENSORS_MISSING"
 
 
 def test_spans_are_cut_to_the_output_and_older_releases_have_one():
