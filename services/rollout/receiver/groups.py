@@ -56,6 +56,8 @@ class _Member:
     """It is being left: what completes from now on counts as failed."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Nothing that NCCL began writes any more."""
+    filling: Sequence[torch.Tensor] = ()
+    """What is written into, kept alive until `ended`: freed memory would be given to somebody else meanwhile."""
 
 
 class Groups:
@@ -68,6 +70,7 @@ class Groups:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._members: dict[str, _Member] = {}
+        self._left: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -76,9 +79,12 @@ class Groups:
         return list(self._members)
 
     def join(self, meeting: Meeting, timeout: float) -> None:
-        """Joins a group. gloo meets the others now, NCCL at the first bucket. Raises RuntimeError or OSError."""
+        """Joins a group. gloo meets the others now, NCCL at the first bucket. Raises RuntimeError or OSError, also for
+        a name that was left: the command to leave may have overtaken this one."""
         member = _Member(meeting.backend)
         with self._lock:
+            if meeting.name in self._left:
+                raise RuntimeError(f"group {meeting.name} has been left")
             if meeting.name in self._members:
                 raise RuntimeError(f"this engine is a member of group {meeting.name} already")
             self._members[meeting.name] = member
@@ -105,6 +111,7 @@ class Groups:
             raise RuntimeError(f"this engine is not in group {name}")
         failures: list[Exception] = []
         finished = threading.Event()
+        member.filling = tensors
 
         def run() -> None:
             try:
@@ -120,6 +127,7 @@ class Groups:
         while not finished.wait(0.2) and not member.ended.is_set() and time.monotonic() < deadline:
             pass
         if finished.is_set() and not failures and not member.ending.is_set():
+            member.filling = ()
             return
         was_left = member.ending.is_set()
         self.leave(name)
@@ -137,7 +145,7 @@ class Groups:
             for index, tensor in enumerate(tensors):
                 before(index)
                 # Orders the stream and returns; all buckets are under way before the first is there.
-                member.group.broadcast([tensor], _from_rank_0()).wait()
+                _group(member).broadcast([tensor], _from_rank_0(_WATCHDOG_TIMEOUT)).wait()
             done = member.stream.record_event()
         while not done.query():
             _check(member, deadline)
@@ -160,7 +168,9 @@ class Groups:
         for index, tensor in enumerate(tensors):
             before(index)
             host = tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=torch.uint8)
-            under_way.append((member.group.broadcast([host], _from_rank_0()), host, tensor))
+            # gloo's threads hold group and tensor until it ends, whoever leaves: it must not last for ever.
+            options = _from_rank_0(timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+            under_way.append((_group(member).broadcast([host], options), host, tensor))
             if len(under_way) == _AHEAD:
                 finish_one()
         while under_way:
@@ -171,16 +181,19 @@ class Groups:
     def leave(self, name: str) -> None:
         """Leaves a group, also in the middle of a transfer or of joining; an unknown name is ignored. Returns when
         nothing that NCCL began writes any more, or after `_LEAVE_SECONDS`."""
-        member = self._members.pop(name, None)
+        with self._lock:
+            self._left.add(name)
+            member = self._members.pop(name, None)
         if member is None:
             return
         member.ending.set()
-        if member.group is not None:
-            self._end(member)
+        self._end(member)
 
     def _end(self, member: _Member) -> None:
-        box = [member.group]
-        member.group = None
+        with self._lock:  # whoever joins and whoever leaves may both come here; torch takes None for the engine's world
+            box, member.group = [member.group], None
+        if box[0] is None:
+            return
 
         def end() -> None:
             group = box.pop()  # the last reference dies on this thread: its destructor may wait for a peer
@@ -189,6 +202,7 @@ class Groups:
                 with contextlib.suppress(RuntimeError):
                     group._get_backend(self._device).abort()
             member.ended.set()
+            member.filling = ()
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
 
@@ -216,11 +230,17 @@ def _meet(meeting: Meeting, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _from_rank_0() -> dist.BroadcastOptions:
+def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    options.timeout = _WATCHDOG_TIMEOUT
+    options.timeout = timeout
     return options
+
+
+def _group(member: _Member) -> dist.ProcessGroup:
+    if (group := member.group) is None:
+        raise RuntimeError(_LEFT)
+    return group
 
 
 def _arrived(work: Any) -> bool:

@@ -3,8 +3,7 @@
 SGLang calls `load(model, [])` on the scheduler's thread of every tensor-parallel rank (`--custom-weight-loader` with
 this path, then `/update_weights_from_tensor` with it as `load_format`); the simulated engine does the same. The first
 call starts the receiver: a thread that answers at a Unix socket, a JSON object a line. Later calls activate what was
-staged, if the node has said so before (`arm`). Knows the node's commands and no engine; torch is imported with the
-first command that needs it.
+staged, if the node has said so before (`arm`). Knows the node's commands and no engine.
 
 Invariants: `load` never raises, as an error there would end the scheduler: the node asks for the `result`. What is
 activated was received completely for the epoch that `arm` names. One of reserve, receive and activate at a time.
@@ -81,7 +80,8 @@ class Receiver:
         self._parts_lock = threading.Lock()
         self._parts: tuple[Any, Any] | None = None
         self._staged_epoch: int | None = None
-        self._armed: bool | None = None
+        self._armed: tuple[int, bool] | None = None
+        """Epoch that the next `load` activates, and whether it may repeat copies."""
         self._result: dict[str, Any] | None = None
         self._commands: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "status": self._status,
@@ -103,6 +103,8 @@ class Receiver:
         listener.bind(str(self._path))
         listener.listen(64)
         threading.Thread(target=self._accept, args=(listener,), daemon=True, name="weight receiver").start()
+        # Where the engine has no torch yet, its import takes seconds: now, not while the first update waits.
+        threading.Thread(target=self._get_parts, daemon=True, name="weight receiver parts").start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -146,6 +148,10 @@ class Receiver:
         finally:
             self._busy.release()
 
+    def _forget(self) -> None:
+        """What was staged is not activated any more, not even by a call of `load` that comes late."""
+        self._staged_epoch = self._armed = None
+
     def _status(self, _request: dict[str, Any]) -> dict[str, Any]:
         groups = self._parts[0].names if self._parts else []
         return {"engine_id": self._engine_id, "pid": os.getpid(), "groups": groups, "staged_epoch": self._staged_epoch}
@@ -155,7 +161,7 @@ class Receiver:
 
         plan = [[(name, dtype, tuple(shape)) for name, dtype, shape in bucket] for bucket in request["buckets"]]
         with self._alone(_BUSY_SECONDS):
-            self._staged_epoch = None
+            self._forget()
             try:
                 self._get_parts()[1].reserve(plan)
             except NoMemory as error:
@@ -176,7 +182,7 @@ class Receiver:
     def _receive(self, request: dict[str, Any]) -> dict[str, Any]:
         groups, staging = self._get_parts()
         with self._alone(_BUSY_SECONDS):
-            self._staged_epoch = None
+            self._forget()
             begun = time.perf_counter()
             try:
                 groups.receive(request["group"], staging.buffers, request["seconds"], self._before_bucket)
@@ -192,7 +198,7 @@ class Receiver:
 
         staging = self._get_parts()[1]
         with self._alone(_BUSY_SECONDS):
-            self._staged_epoch = None
+            self._forget()
             begun = time.perf_counter()
             try:
                 fill(staging.buffers, request["pieces"], request["seconds"], self._before_bucket)
@@ -209,37 +215,39 @@ class Receiver:
         if self._parts is not None:
             self._parts[0].leave(request["group"])
             with self._alone(_BUSY_SECONDS):
-                self._staged_epoch = None
+                self._forget()
         return {}
 
     def _drop(self, _request: dict[str, Any]) -> dict[str, Any]:
         """Gives the memory back."""
         if self._parts is not None:
             with self._alone(_BUSY_SECONDS):
-                self._staged_epoch = None
+                self._forget()
                 self._parts[1].give_up()
         return {}
 
     def _arm(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._staged_epoch is None or self._staged_epoch != request["epoch"]:
             raise Refused("NOT_STAGED", f"staged is epoch {self._staged_epoch}, not {request['epoch']}")
-        self._result, self._armed = None, bool(request["repeat"])
+        self._result, self._armed = None, (request["epoch"], bool(request["repeat"]))
         return {}
 
     def activate(self, model: Any) -> None:
         """On the scheduler's thread; the outcome is the `result`."""
-        repeat, self._armed = self._armed, None
-        if repeat is None:
-            return
-        if self._staged_epoch is None:
-            self._result = {"error": "nothing is staged any more"}
+        armed, self._armed = self._armed, None
+        if armed is None:
             return
         try:
-            with self._alone(0.0):
-                how, seconds = self._get_parts()[1].activate(model, repeat=repeat)
-            self._result = {"how": how, "seconds": seconds}
+            self._result = self._activate(model, *armed)
         except Exception as error:
             self._result = {"error": f"{type(error).__name__}: {error}"}
+
+    def _activate(self, model: Any, epoch: int, repeat: bool) -> dict[str, Any]:
+        with self._alone(0.0):
+            if self._staged_epoch != epoch:
+                raise Refused("NOT_STAGED", f"epoch {epoch} is not staged any more")
+            how, seconds = self._get_parts()[1].activate(model, repeat=repeat)
+        return {"how": how, "seconds": seconds}
 
     def _take_result(self, _request: dict[str, Any]) -> dict[str, Any]:
         if self._result is None:
