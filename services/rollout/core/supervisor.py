@@ -1,7 +1,7 @@
 """Keeps the engines of a fleet alive: starts, watches, buries and restarts each on its own.
 
 One task per slot; a dead engine never stops the others. Invariants: an engine that exits leaves the router at
-once, one that hangs after its first failed health check; a restart is preceded by a pause that doubles up to
+once, one that hangs or was stopped at its first failed check; a restart is preceded by a pause that doubles up to
 `_MAX_BACKOFF` seconds; after a failure that a restart cannot mend the slot stays DEAD with its reason.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess, free_port
+from services.common.process_group import any_stopped, members
 from services.common.telemetry import get_logger
 from services.rollout.core.engine_port import ENGINE_ID, EngineFactory
 from services.rollout.core.engine_state import EngineEvent, EngineState
@@ -27,8 +29,11 @@ _STABLE_SECONDS = 60.0
 """An engine that lived this long starts over with the shortest pause."""
 _START_POLL = 0.25
 _LAST_WORDS_SECONDS = 0.2
-_MAX_FAILED_CHECKS = 3
-"""A busy machine may let one check time out; an engine whose process ended is noticed without any check."""
+_RECHECK_SECONDS = 0.2
+_MAX_FAILED_CHECKS = 4
+"""A busy machine may let a check or two time out; an engine whose process ended is noticed without any check."""
+_STOPPED_SECONDS = 1.0
+"""A process that was stopped by a signal does not come back by itself. Its requests go on elsewhere once it is dead."""
 _PERMANENT = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
 
 
@@ -119,10 +124,11 @@ class Supervisor:
         assert slot.engine is not None
         ended = asyncio.create_task(slot.process.wait())
         broken = asyncio.create_task(slot.engine.ended())
-        failures = 0
+        patience = _Patience(members(slot.process.pid) if slot.process.pid else [], self._settings.health_timeout)
         try:
             while True:
-                pause = self._settings.health_interval if not failures else min(0.2, self._settings.health_interval)
+                pause = min(_RECHECK_SECONDS, self._settings.health_interval)
+                pause = pause if patience.tried else self._settings.health_interval
                 woken = asyncio.create_task(slot.wake.wait())
                 done, _ = await asyncio.wait({ended, broken, woken}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 woken.cancel()
@@ -133,14 +139,15 @@ class Supervisor:
                     return f"a process of it ended{_tail(slot)}"
                 if slot.condemned:
                     return slot.condemned
-                if await slot.engine.health(self._settings.health_timeout):
-                    failures = 0
+                stopped = any_stopped(patience.pids)
+                if not stopped and await slot.engine.health(self._settings.health_timeout):
+                    patience.renew()
                     await self._route_again(slot)
                     continue
-                failures += 1
                 await self._fleet.unroute(slot)
-                if failures >= _MAX_FAILED_CHECKS:
-                    return f"it failed {failures} health checks of {self._settings.health_timeout:.0f} s"
+                why = patience.try_once(stopped)
+                if why:
+                    return why
         finally:
             ended.cancel()
             broken.cancel()
@@ -172,6 +179,38 @@ class Supervisor:
             f"Engine {slot.engine_id} did not come up: {why}{_tail(slot)}",
             engine_id=slot.engine_id,
         )
+
+
+class _Patience:
+    """How long an engine that fails its checks is waited for. `pids`: its processes."""
+
+    def __init__(self, pids: Sequence[int], check_seconds: float) -> None:
+        self.pids = pids
+        self._check_seconds = check_seconds
+        self._failures = 0
+        self._stopped_since: float | None = None
+
+    @property
+    def tried(self) -> bool:
+        """The last check failed."""
+        return self._failures > 0 or self._stopped_since is not None
+
+    def renew(self) -> None:
+        """It is well."""
+        self._failures, self._stopped_since = 0, None
+
+    def try_once(self, stopped: bool) -> str:
+        """Counts a failed check; → why no other follows, or nothing."""
+        if stopped:
+            self._stopped_since = self._stopped_since or time.monotonic()
+            if time.monotonic() - self._stopped_since >= _STOPPED_SECONDS:
+                return "a process of it was stopped by a signal"
+            return ""
+        self._stopped_since = None
+        self._failures += 1
+        if self._failures < _MAX_FAILED_CHECKS:
+            return ""
+        return f"it failed {self._failures} health checks of {self._check_seconds:g} s"
 
 
 def _tail(slot: EngineSlot) -> str:

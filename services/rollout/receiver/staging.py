@@ -123,6 +123,10 @@ class _Notes(TorchDispatchMode):
         self._staged = staged
         self.copies = _Copies()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard would import its compiler, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func._schema.is_mutable:
             self._note(func, args)

@@ -285,9 +285,34 @@ async def test_an_engine_killed_in_a_transfer_fails_that_update_alone(client):
     await client.engines(READY, 2)
 
 
-async def test_an_engine_that_hangs_leaves_the_router_and_is_replaced(client):
-    fleet = FLEET | {"rollout_num_gpus": 1, "rollout_health_check_timeout": 2.0}
-    await client.create_run(rollout=fleet)
+async def test_an_engine_that_is_stopped_in_a_transfer_costs_that_transfer_alone(client):
+    await client.create_run(rollout=FLEET, trainer={"max_staleness": 3})
+    engines = await client.engines(STALE, 2)
+    for engine in engines:
+        await push(client, engine, 1)
+    update = new_update(client, engines[0], 2)
+    await update.prepare()
+    transfer = await update.send_half()
+    await client.publish(1)
+
+    async def generating() -> bool:
+        return (await client.stats()).leased_count >= 16
+
+    await until(generating, 10)
+    os.killpg(engines[0].pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert "TRANSFER_FAILED" in await refused(transfer)
+    assert time.monotonic() - stopped < 5
+    update.rank.leave()
+    await client.ready_groups(32)  # those that were under way on the stopped one as well
+    (back,) = await client.engines(STALE, 1)
+    assert (back.engine_id, back.restart_count) == (engines[0].engine_id, engines[0].restart_count + 1)
+    await push(client, back, 2)
+    assert {engine.weight_version for engine in await client.engines(READY, 2)} == {1, 2}
+
+
+async def test_an_engine_that_is_stopped_leaves_the_router_and_is_replaced(client):
+    await client.create_run(rollout=FLEET | {"rollout_num_gpus": 1})
     (engine,) = await client.engines(STALE)
     await push(client, engine, 1)
     assert await served(client)
