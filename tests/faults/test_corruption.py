@@ -24,41 +24,19 @@ from services.trainer import convert
 from services.trainer.adapters.rollout_client import GrpcRollout
 from services.trainer.core.update_report import UpdateReport
 from services.trainer.ranks.weights import StagedWeights
-from tests.contract.rollout_v1.conftest import Client, Tier, World
-from tests.support.engine import missing, write_checkpoint
-from tests.support.valkey import ValkeyProcess
+from tests.contract.rollout_v1.conftest import Client, World
+from tests.support.node_world import MODES, node_world, run_on
 from tests.support.weight_rank import WeightRank, altered, updater
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"
 """The same name in every engine."""
-MODES = {
-    "simulated": {"engine": "simulated", "rollout_num_gpus": 2},
-    "simulated-direct": {"engine": "simulated", "rollout_num_gpus": 2, "weight_staging": "off"},
-    "sglang-cpu": {"engine": "sglang", "device": "cpu"},
-}
-SIMULATED = {"tokens_per_second": 2000}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[World]:
-    """Store, buffer, reward service and node."""
-    directory = tmp_path_factory.mktemp("world")
-    (directory / "data.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    (directory / "eval.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    valkey = ValkeyProcess(directory / "valkey").start()
-    buffer = Tier("buffer", directory, store_url=valkey.url)
-    reward = Tier("reward", directory, workers=1)
-    world = World(directory, write_checkpoint(directory / "model"), buffer.address, reward.address)
-    try:
-        buffer.wait_ready("buffer")
-        reward.wait_ready("reward")
-        world.start_node()
+    """A node."""
+    with node_world(tmp_path_factory.mktemp("world")) as world:
         yield world
-    finally:
-        for tier in (world.node, reward, buffer):
-            if tier is not None:
-                tier.stop()
-        valkey.stop()
 
 
 @dataclass
@@ -132,35 +110,28 @@ def mode(request) -> str:
 @pytest.fixture
 async def scene(mode, world) -> AsyncIterator[Scene]:
     """A run of its own on the mode's engines."""
-    settings = MODES[mode]
-    if settings["engine"] == "sglang" and missing("sglang-cpu"):
-        pytest.skip(missing("sglang-cpu"))
-    client = Client(world)
-    await client.create_run(rollout=settings | {"simulated": SIMULATED})
-    count = settings.get("rollout_num_gpus", 1)
-    await client.engines(engine_pb2.ENGINE_STATE_STALE, count, seconds=240.0)
+    async with run_on(world, mode) as client:
+        count = MODES[mode]["rollout_num_gpus"]
+        await client.engines(engine_pb2.ENGINE_STATE_STALE, count, seconds=240.0)
 
-    async def where() -> list[str]:
-        return [world.node.address]
+        async def where() -> list[str]:
+            return [world.node.address]
 
-    rank, rollout = WeightRank({}), GrpcRollout(where)
-    pusher = updater(rank, rollout, client.run_id, client.session)
+        rank, rollout = WeightRank({}), GrpcRollout(where)
+        pusher = updater(rank, rollout, client.run_id, client.session)
 
-    async def push(version: int) -> UpdateReport:
-        await pusher.stage()
-        engines = [engine for node in await rollout.nodes() for engine in node.engines if engine.joinable]
-        return await pusher.push(version, engines)
+        async def push(version: int) -> UpdateReport:
+            await pusher.stage()
+            engines = [engine for node in await rollout.nodes() for engine in node.engines if engine.joinable]
+            return await pusher.push(version, engines)
 
-    scene = Scene(client, rank, rollout, push, load_file(world.checkpoint / "model.safetensors"), count, mode)
-    report = await scene.update()
-    assert len(report.committed) == count, report.failed
-    await client.publish(1)
-    yield scene
-    await rank.stop()
-    await rollout.close()
-    await client.finish_run()
-    for channel in client.channels:
-        await channel.close()
+        scene = Scene(client, rank, rollout, push, load_file(world.checkpoint / "model.safetensors"), count, mode)
+        report = await scene.update()
+        assert len(report.committed) == count, report.failed
+        await client.publish(1)
+        yield scene
+        await rank.stop()
+        await rollout.close()
 
 
 def flipped_bit(staged: StagedWeights) -> None:
