@@ -247,12 +247,21 @@ class GenerationLoop:
             self._counters.unfinished_group_count += 1
 
     async def _release(self, lease_ids: Sequence[str], reason: str = "", *, unharmed: bool = False) -> None:
-        try:
-            await self._buffer.release_leases(self._run.run_id, lease_ids, reason, unharmed=unharmed)
-        except ServiceError as error:  # they expire by themselves, or end with their run
-            if error.reason == "RUN_FINISHED":
-                return
-            log.warning("leases were not released", count=len(lease_ids), error=str(error))
+        """Gives leases back, to a buffer that does not answer as long as a group is offered to it: what is not given
+        back is nobody's until it expires. A drain waits for nothing."""
+        began, pause = time.monotonic(), 0.1
+        while True:
+            try:
+                return await self._buffer.release_leases(self._run.run_id, lease_ids, reason, unharmed=unharmed)
+            except ServiceError as error:
+                if error.reason == "RUN_FINISHED":
+                    return
+                if self._draining or not _passing(error) or time.monotonic() + pause > began + _PUT_SECONDS:
+                    # They expire by themselves, or end with their run.
+                    log.warning("leases were not released", count=len(lease_ids), error=str(error))
+                    return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
 
     async def _put(self, groups: list[tuple[str, Group]]) -> list[PutResult]:
         """Offers groups until the buffer answers; the same put twice is the same put."""
@@ -263,9 +272,8 @@ class GenerationLoop:
             except ServiceError as error:
                 # A full store (RESOURCE_EXHAUSTED) says when to come again; a group that is too large does not.
                 full = error.code is Code.RESOURCE_EXHAUSTED and error.retry_seconds is not None
-                passing = error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) or error.retry_seconds is not None
                 pause = max(pause, error.retry_seconds or 0.0)
-                if not passing or time.monotonic() + pause > began + (_FULL_SECONDS if full else _PUT_SECONDS):
+                if not _passing(error) or time.monotonic() + pause > began + (_FULL_SECONDS if full else _PUT_SECONDS):
                     raise
                 if full:
                     self.problem = f"Finished groups wait for the buffer: {error}"
@@ -319,6 +327,11 @@ class GenerationLoop:
     async def _wait(self, seconds: float) -> None:
         if tasks := list(self._work.values()):
             await asyncio.wait(tasks, timeout=seconds)
+
+
+def _passing(error: ServiceError) -> bool:
+    """The same call may succeed later."""
+    return error.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) or error.retry_seconds is not None
 
 
 def _group_bytes(item: tuple[str, Group]) -> float:

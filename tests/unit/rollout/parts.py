@@ -95,7 +95,7 @@ class ListBuffer:
         self.pending = [(prompt, 0) for prompt in prompts]
         self.put, self.evicted, self.released, self.extended = {}, {}, [], 0
         self._leased = {}
-        self.put_errors = []
+        self.put_errors, self.release_errors = [], []
         self.partials, self.unharmed = {}, 0
         self.lost = set()
 
@@ -114,6 +114,8 @@ class ListBuffer:
         return self.lost & set(lease_ids)
 
     async def release_leases(self, run_id, lease_ids, evict_reason="", *, unharmed=False, partials=None):
+        if self.release_errors:
+            raise self.release_errors.pop(0)
         for lease_id in lease_ids:
             lease = self._leased[lease_id]
             if evict_reason:

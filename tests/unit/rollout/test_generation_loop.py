@@ -125,6 +125,16 @@ async def test_a_put_is_repeated_while_the_buffer_is_away():
         await until(lambda: buffer.put)
 
 
+async def test_a_lease_is_given_back_as_soon_as_the_buffer_answers_again():
+    buffer = ListBuffer([make_prompt("1", "g1")])
+    buffer.release_errors = [UNAVAILABLE, UNAVAILABLE, UNAVAILABLE]
+    loop, _ = build(buffer, [ServiceError(Code.INTERNAL, "GENERATE_FAILED", "no"), both])
+    async with running(loop):
+        await until(lambda: buffer.put)
+    assert buffer.released == ["g1#0"]
+    assert not buffer.release_errors
+
+
 async def test_a_lost_lease_ends_its_work_and_others_are_extended():
     async def forever(request, timeout):
         await asyncio.sleep(60)
