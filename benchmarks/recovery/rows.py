@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.recovery import engines, tiers, trainers
+from benchmarks.recovery import disks, engines, links, network, tiers, trainers
 from benchmarks.recovery.measure import Row
 
-ROWS: list[Row] = [*engines.ROWS, *tiers.ROWS, *trainers.ROWS]
+ROWS: list[Row] = [*engines.ROWS, *tiers.ROWS, *trainers.ROWS, *network.ROWS, *links.ROWS, *disks.ROWS]
