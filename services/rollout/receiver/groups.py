@@ -80,7 +80,7 @@ class Groups:
 
     def join(self, meeting: Meeting, timeout: float) -> None:
         """Joins a group. gloo meets the others now, NCCL at the first bucket. Raises RuntimeError or OSError, also for
-        a name that was left: the command to leave may have overtaken this one."""
+        a name that was left before: the command to leave may have overtaken this one."""
         member = _Member(meeting.backend)
         with self._lock:
             if meeting.name in self._left:
@@ -182,10 +182,10 @@ class Groups:
         """Leaves a group, also in the middle of a transfer or of joining; an unknown name is ignored. Returns when
         nothing that NCCL began writes any more, or after `_LEAVE_SECONDS`."""
         with self._lock:
-            self._left.add(name)
             member = self._members.pop(name, None)
-        if member is None:
-            return
+            if member is None:
+                self._left.add(name)  # its join may come later
+                return
         member.ending.set()
         self._end(member)
 
