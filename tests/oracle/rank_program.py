@@ -224,7 +224,6 @@ def weight_groups(root: Path) -> dict:
 
     policy = Trainee(make_spec(root / "qwen3", 2, 1)).policy
     staging = Staging(policy.model, policy.hf, 20_000, torch.device("cpu"))
-    staging.finish()
     staged = staging.staged
     names = ["good", "broken", "absent"]
     box = [{name: free_port() for name in names}]
@@ -236,7 +235,7 @@ def weight_groups(root: Path) -> dict:
         torch.distributed.broadcast_object_list(box, src=1)
         return {}
     groups = WeightGroups(torch.device("cpu"))
-    out: dict = {"plan": staged.plan, "staged": [hashlib.sha256(b.numpy()).hexdigest() for b in staged.buckets]}
+    out: dict = {"plan": staged.plan}
     sources = tuple(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
     out["rules"] = {"fused": ChecksumRule(sources), "padded": ChecksumRule(("lm_head.weight",), padding_bytes=96)}
     out["checksums"] = staged.checksums(out["rules"], "sha256-64")
@@ -244,6 +243,8 @@ def weight_groups(root: Path) -> dict:
     start = time.perf_counter()
     groups.join(specs, timeout=8)
     groups.send(staged, names, timeout=8)
+    staging.finish()
+    out["staged"] = [hashlib.sha256(bucket.numpy()).hexdigest() for bucket in staged.buckets]
     while groups.at_work:
         time.sleep(0.01)
     out["errors"], out["seconds"] = groups.errors(names), time.perf_counter() - start

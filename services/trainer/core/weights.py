@@ -180,7 +180,8 @@ class WeightUpdater:
             group = groups.pop(tasks[task].name)
             if task.cancelled():  # else it was done at the last moment
                 update.report.late += [engine.engine_id for engine in group.members]
-                why = f"it was not done after {waited:.1f} s, when the others had the version"
+                when = "when the others had the version" if update.last_success else "the deadline of an update"
+                why = f"it was not done after {waited:.1f} s, {when}"
                 await self._break(update, group, {}, why)
 
     async def _carry(self, update: Update, group: Group) -> None:

@@ -32,10 +32,11 @@ def start(layout: Layout, device: str, seed: int) -> torch.device:
             os.environ.setdefault(name, value)
         # A weight group that an engine's death broke must not end this process.
         os.environ.update(NCCL_WATCHDOG_OFF)
-        if layout.tensor_parallel_size > 1:
-            # Overlap of communication and matrix products counts on the order of launches. Read when the device's
-            # context is made. Not set without need: streams of separate weight groups would share one queue.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Queues of the device, read when its context is made. Overlap of communication and matrix products counts on
+        # the order of launches in one. Else there are as many as can be: in a queue that it shares, a broadcast to an
+        # engine that has stopped holds up the training.
+        queues = "1" if layout.tensor_parallel_size > 1 else "32"
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", queues)
         where = torch.device("cuda", layout.rank % torch.cuda.device_count())
         torch.cuda.set_device(where)
     else:
