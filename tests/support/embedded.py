@@ -136,6 +136,10 @@ class Embedded:
         await self.until(reached.exists, timeout, f"somebody at {point}")
         return json.loads(reached.read_text())
 
+    def let_go(self, point: str) -> None:
+        """Whoever stands at the point goes on."""
+        (self.fault_dir / f"{point}{REACHED}").unlink(missing_ok=True)
+
     def rank_pid(self) -> int:
         """Process id of the trainer's rank."""
         children = psutil.Process(self.supervisor.pid("trainer")).children(recursive=True)
