@@ -49,7 +49,7 @@ SAMPLING_KEYS = frozenset({
 })
 # fmt: on
 """What a request may set beside its `SamplingParams`."""
-FLUSH_TRIES, FLUSH_SECONDS = 10, 0.02
+FLUSH_TRIES, FLUSH_SECONDS = 40, 0.005
 
 log = get_logger(__name__)
 
