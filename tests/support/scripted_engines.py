@@ -145,6 +145,9 @@ class ScriptedEngine:
                 return self.process.running
         return False
 
+    async def ended(self) -> None:
+        await self.process.ended.wait()
+
     async def info(self) -> EngineInfo:
         return EngineInfo("scripted", "", "2.13", "", ("gloo",), {}, 64, 64, rank_count=1, max_running=8)
 
