@@ -20,7 +20,7 @@ from services.rollout.adapters.receiver_client import ReceiverSocket
 from services.rollout.core.engine_port import Buckets, FilePiece, GroupSpec
 from services.rollout.receiver.server import PATH
 
-CONTROL_SECONDS = 30.0
+CONTROL_SECONDS, WARM_SECONDS = 30.0, 90.0
 NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 """What a rank is sent: the bytes come by another way."""
 
@@ -39,10 +39,11 @@ class SGLangStaging:
         self._sockets = [ReceiverSocket(environment, rank, client.subject) for rank in range(rank_count)]
 
     async def attach(self) -> None:
-        """Has the ranks start their receivers, unless they have, and asks each. On releases with update brackets it
-        must lie between them. Raises ServiceError."""
+        """Has the ranks start their receivers, unless they have, and waits until each can take weights: an update would
+        leave behind whoever still imports torch. On releases with update brackets it must lie between them. Raises
+        ServiceError."""
         await self._call_loaders(CONTROL_SECONDS)
-        await self._ask_all("status", CONTROL_SECONDS)
+        await self._ask_all("warm", WARM_SECONDS)
 
     async def reserve(self, buckets: Buckets, timeout: float) -> None:
         plan = [[(spec.name, spec.dtype, spec.shape) for spec in bucket] for bucket in buckets]

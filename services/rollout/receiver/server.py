@@ -85,6 +85,7 @@ class Receiver:
         self._result: dict[str, Any] | None = None
         self._commands: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "status": self._status,
+            "warm": self._warm,
             "reserve": self._reserve,
             "join": self._join,
             "receive": self._receive,
@@ -155,6 +156,11 @@ class Receiver:
     def _status(self, _request: dict[str, Any]) -> dict[str, Any]:
         groups = self._parts[0].names if self._parts else []
         return {"engine_id": self._engine_id, "pid": os.getpid(), "groups": groups, "staged_epoch": self._staged_epoch}
+
+    def _warm(self, _request: dict[str, Any]) -> dict[str, Any]:
+        """Answers when nothing has to be imported any more."""
+        self._get_parts()
+        return {}
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
         from services.rollout.receiver.staging import NoMemory
