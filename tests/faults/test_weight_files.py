@@ -1,4 +1,4 @@
-"""Runs whose weights travel in files: the same weights in the end, whatever way breaks; engines that need no trainer."""
+"""Runs whose weights travel in files: the same weights whatever way they took, and engines that need no trainer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ _SAMPLE = 64
 """Places at which a bucket is looked at before anything is encoded."""
 _SAMPLE_BYTES = 4096
 _DENSE = 0.5
-"""Share of changed elements above which a delta cannot be much smaller than the tensors."""
+"""Share of changed elements above which a delta of their new bytes cannot be much smaller than the tensors. XOR may
+be: in float32 a step changes all elements, but mostly in their low bytes."""
 _WORTHWHILE = 0.6
 """Share of the tensors' bytes above which a delta is not written."""
 
@@ -109,7 +110,7 @@ def add_full(place: Place, buckets: Sequence[Bucket]) -> Manifest:
 def write_delta(place: Place, buckets: Sequence[Bucket], base: Base, encoding: str) -> Manifest | None:
     """Writes what changed since `base`; None, and nothing, when that is hardly less than all. Raises
     FILES_NOT_WRITTEN."""
-    if _density(buckets, base) > _DENSE:
+    if encoding == "overwrite" and _density(buckets, base) > _DENSE:
         return None
     count = len(buckets)
 

@@ -51,7 +51,8 @@ class Scene:
         """Changes some elements, and stages the result in memory that is used again."""
         random = np.random.default_rng(seed)
         for data in self.weights:
-            data[random.random(len(data)) < share] ^= 1
+            chosen = random.random(len(data)) < share
+            data[chosen] ^= random.integers(1, 256, int(chosen.sum()), dtype=np.uint8)
         self.staged = StagedWeights(self.plan, [torch.from_numpy(data.copy()) for data in self.weights])
         for index in range(len(self.weights)):
             self.staged.filled(index)
