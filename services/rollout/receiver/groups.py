@@ -109,7 +109,7 @@ class Groups:
         member = self._members.get(name)
         if member is None or member.group is None:
             raise RuntimeError(f"this engine is not in group {name}")
-        failures: list[Exception] = []
+        failures: list[str] = []  # not the errors: their frames would keep the group and its sockets
         finished = threading.Event()
         member.filling = tensors
 
@@ -118,7 +118,7 @@ class Groups:
                 take = self._take_nccl if member.stream is not None else self._take_gloo
                 take(member, tensors, time.monotonic() + timeout, before)
             except Exception as error:
-                failures.append(error)
+                failures.append(_said(error))
             finished.set()
 
         # A thread of its own: making NCCL's communicator, with the first bucket, cannot be bounded otherwise.
@@ -133,9 +133,9 @@ class Groups:
         self.leave(name)
         member.ended.wait(_LEAVE_SECONDS)
         finished.wait(0.2)
-        if was_left or (failures and _said(failures[0]) == _LEFT):
+        if was_left:
             raise RuntimeError(_LEFT)
-        raise RuntimeError(_said(failures[0]) if failures else f"no end of the transfer after {timeout:g} s")
+        raise RuntimeError(failures[0] if failures else f"no end of the transfer after {timeout:g} s")
 
     def _take_nccl(
         self, member: _Member, tensors: Sequence[torch.Tensor], deadline: float, before: Callable[[int], None]
