@@ -151,9 +151,6 @@ class ScriptedEngine:
     async def info(self) -> EngineInfo:
         return EngineInfo("scripted", "", "2.13", "", ("gloo",), {}, 64, 64, rank_count=1, max_running=8)
 
-    async def ended(self) -> None:
-        await asyncio.Event().wait()
-
     async def generate(self, request, timeout):
         raise NotImplementedError
 
