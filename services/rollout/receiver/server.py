@@ -32,6 +32,8 @@ DIRECTORY, TOKEN = "TETRARCH_RECEIVER_DIR", "TETRARCH_RECEIVER_TOKEN"
 _ENGINE_ID = "TETRARCH_ENGINE_ID"
 """Its name in fault points."""
 _BUSY_SECONDS = 10.0
+_SWITCH_SECONDS = 0.0002
+"""The scheduler never rests, and Python would let a thread that receives wait 5 ms for it each time."""
 
 _receiver: Receiver | None = None
 
@@ -98,6 +100,7 @@ class Receiver:
 
     def start(self) -> None:
         """Listens. Raises OSError."""
+        sys.setswitchinterval(_SWITCH_SECONDS)
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
