@@ -44,6 +44,7 @@ communicator reports an error or is slow: an engine's death would be the trainer
 the trainer itself is ended by the controller's deadline instead."""
 
 _WATCHDOG_TIMEOUT = timedelta(days=1)
+_SLICE = timedelta(seconds=0.05)
 _QUICK_SECONDS = 0.1
 """A wait that has lasted longer is looked at less often."""
 
@@ -194,8 +195,7 @@ class WeightGroups:
             if mark:
                 mark.synchronize()  # of gathering, which waits for nobody
             work = made.broadcast([bucket.cpu()], options)
-            _await(work.is_completed, group, deadline)
-            work.wait()  # raises what went wrong
+            _await(lambda: _over(work), group, deadline)
             return
         with torch.cuda.stream(group.stream):
             group.stream.wait_event(mark)
@@ -233,6 +233,17 @@ def _await(finished: Callable[[], bool], group: _Group, deadline: float) -> None
         time.sleep(0.0001 if now - began < _QUICK_SECONDS else 0.001)
     if group.left.is_set():  # an abort ends the wait as well
         raise RuntimeError("the group was left")
+
+
+def _over(work: dist.Work) -> bool:
+    """Whether work of gloo is over, after a while in which it may end. Raises what went wrong."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
 
 
 def _sentence(error: Exception) -> str:

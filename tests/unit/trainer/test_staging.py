@@ -119,6 +119,7 @@ def test_the_next_command_waits_and_those_aside_do_not(model):
     began = time.monotonic()
     assert worker.execute(commands.StageWeights(1024)).value is not None
     assert time.monotonic() - began >= 0.09
+    worker.execute(commands.ReleaseWeights())  # all is gathered
     model.broken = True
     worker.execute(commands.StageWeights(1024))
     assert "no room" in worker.execute(commands.ListWeights()).error
