@@ -12,11 +12,13 @@ from services.common.settings import SettingsError
 
 
 def check_places(spec: RunSpec) -> None:
-    """Checks run_dir, save, save_debug_rollout_data and device. Raises SettingsError."""
+    """Checks run_dir, save, directories of weights, save_debug_rollout_data and device. Raises SettingsError."""
     check_writable(spec.run_dir, "run_dir")
     check_writable(spec.directory, "run_dir")
     if spec.trainer.save:
         check_writable(spec.trainer.save, "save")
+    if spec.trainer.update_weight_disk_dir:
+        check_writable(spec.trainer.update_weight_disk_dir, "update_weight_disk_dir")
     if spec.rollout.save_debug_rollout_data:
         check_writable(str(step_path(spec.rollout.save_debug_rollout_data, 0).parent), "save_debug_rollout_data")
     if spec.rollout.device == "cuda" and not visible_gpus():

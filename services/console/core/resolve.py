@@ -29,6 +29,8 @@ _LOCAL_PATHS = (
     ("rollout", "save_debug_rollout_data"),
     ("trainer", "load"),
     ("trainer", "save"),
+    ("trainer", "update_weight_disk_dir"),
+    ("trainer", "update_weight_local_checkpoint_dir"),
     ("trainer", "ref_load"),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -32,11 +33,12 @@ class SharedVersions:
     Args:
         run_directory: the run's own in the shared directory.
         copy_directory: where a copy goes.
-        copies_full: whether full files are copied too.
+        copies_full: whether full files are copied too, as the run asked for a copy.
     """
 
     def __init__(self, run_directory: Path, copy_directory: Path, *, copies_full: bool) -> None:
         self._run_directory = run_directory
+        self._copy_directory = copy_directory
         self._copy = LocalCopy(copy_directory)
         self._copies_full = copies_full
         self._lock = asyncio.Lock()
@@ -100,3 +102,9 @@ class SharedVersions:
         """See the port."""
         self._held = None
         self._copy.forget()
+
+    async def close(self) -> None:
+        """See the port. A copy whose place the run names stays for the next node."""
+        self._held = None
+        if not self._copies_full:
+            await asyncio.to_thread(shutil.rmtree, self._copy_directory, ignore_errors=True)

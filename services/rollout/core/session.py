@@ -162,6 +162,8 @@ class RunSession:
             await asyncio.gather(self._watch, return_exceptions=True)
         if self.updates is not None:
             await self.updates.close()
+        if self._services.files is not None:
+            await self._services.files.close()
         if self._generator is not None:
             self._generator.close()
 

@@ -59,14 +59,16 @@ class Unattended:
         """Until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for slot in self._idle():
-                try:
-                    await self._bring_up(slot)
-                except ServiceError as error:
-                    self._later(slot, error.message)
-                except Exception as error:  # files are others' work: nothing in them ends the watch
-                    log.exception("an engine could not be brought up from files", engine=slot.engine_id)
-                    self._later(slot, f"{type(error).__name__}: {error}")
+            await asyncio.gather(*map(self._try, self._idle()))
+
+    async def _try(self, slot: EngineSlot) -> None:
+        try:
+            await self._bring_up(slot)
+        except ServiceError as error:
+            self._later(slot, error.message)
+        except Exception as error:  # files are others' work: nothing in them ends the watch
+            log.exception("an engine could not be brought up from files", engine=slot.engine_id)
+            self._later(slot, f"{type(error).__name__}: {error}")
 
     def _idle(self) -> list[EngineSlot]:
         """Engines without weights to which nobody has spoken for a while."""

@@ -66,6 +66,10 @@ class VersionFiles(Protocol):
         """What was brought here did not verify in an engine: it is not used again."""
         ...
 
+    async def close(self) -> None:
+        """The run is left: a copy that nobody asked for goes."""
+        ...
+
 
 def expected_of(expected: Expected, algorithm: str, rules: Iterable[ChecksumRule]) -> dict[str, str] | None:
     """What an engine with these rules must hold; None when the trainer did not compute it."""

@@ -6,6 +6,7 @@ goes by files is a group of its own, as nothing joins it to others.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from services.common.errors import ServiceError
@@ -72,10 +73,11 @@ class FileTransport:
             await self._versions.close()
 
     async def deal(
-        self, name: str, version: int, engines: Sequence[EngineView]
+        self, name: str, engines: Sequence[EngineView], report: UpdateReport
     ) -> tuple[list[Group], list[EngineView]]:
-        """→ groups of engines that get `version` in files, which are there then, and the other engines. All are others
-        when the files cannot be written. Raises RanksFailed."""
+        """→ groups of engines that get the report's version in files, which are there then, and the other engines. All
+        are others when the files cannot be written. Raises RanksFailed."""
+        began, version = time.monotonic(), report.version
         chosen = [engine for engine in engines if self._transports.by_files(engine)]
         if not chosen or self._versions is None:
             return [], list(engines)
@@ -88,6 +90,9 @@ class FileTransport:
         except ServiceError as error:
             log.warning("weights go over the collective", version=version, why=error.message)
             return [], list(engines)
+        report.seconds["files"] = time.monotonic() - began
+        if (written := self._versions.last) is not None:
+            report.file_bytes, report.changed_share = written.file_bytes, written.changed_share
         groups = [Group(f"{name}-files-{index}", FileCarrier(path), (engine,)) for index, engine in enumerate(chosen)]
         return groups, [engine for engine in engines if engine not in chosen]
 

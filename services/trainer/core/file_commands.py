@@ -40,6 +40,11 @@ class WriteResult:
     seconds: float = 0.0
     error: str = ""
 
+    @property
+    def changed_share(self) -> float:
+        """Share of the elements that were written."""
+        return self.changed / self.elements if self.mode == "delta" and self.elements else 1.0
+
 
 @dataclass(frozen=True)
 class FilesState:

@@ -18,6 +18,8 @@ def update_metrics(report: UpdateReport) -> dict[str, float]:
         "update_wire_seconds": report.wire_seconds,
         "update_pause_seconds": report.pause_seconds,
         "update_bytes": float(report.total_bytes),
+        "update_file_bytes": float(report.file_bytes),
+        "update_changed_share": report.changed_share,
         "update_gigabytes_per_second": rate,
         "update_bucket_count": float(report.bucket_count),
         "update_verified_tensor_count": float(report.verified_tensor_count),
@@ -34,6 +36,8 @@ def update_message(version: int, report: UpdateReport) -> str:
     rate = f" ({report.total_bytes / report.wire_seconds / 1e9:.2f} GB/s)" if report.wire_seconds else ""
     text = f"version {version} on {names}, {report.total_bytes / 1e6:.1f} MB{rate} in {report.total_seconds:.2f} s"
     text += f", generation paused {report.pause_seconds:.2f} s"
+    if report.file_bytes:
+        text += f", {report.file_bytes / 1e6:.1f} MB in files"
     left_out = ((len(report.failed) - len(report.late), "failed"), (len(report.late), "late"))
     return text + "".join(f", {count} {what}" for count, what in left_out if count)
 

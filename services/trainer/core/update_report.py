@@ -17,10 +17,10 @@ _LEAST_PATIENCE, _PATIENCE = 2.0, 3.0
 class UpdateReport:
     """What an update did. `failed`: engine id → why, `reasons`: how these failures are called, where they say anything
     about the way of the bytes, `late`: those of them that were only too slow. `seconds` by part, of the slowest group
-    that was committed, "stragglers": beyond it, "files": until they were written. `wire_seconds`: the longest an engine
-    was receiving; `pause_seconds`: the longest standstill; `staged_count`: engines that served on meanwhile;
-    `verified_tensor_count`: checksums that engines compared before they served, over all engines; `new_group_count`:
-    groups that did not stand before."""
+    that was committed, "stragglers": beyond it, "files": until they were written; `file_bytes`: what they take,
+    `changed_share`: the elements in them. `wire_seconds`: the longest an engine was receiving; `pause_seconds`: the
+    longest standstill; `staged_count`: engines that served on meanwhile; `verified_tensor_count`: checksums that
+    engines compared before they served, over all engines; `new_group_count`: groups that did not stand before."""
 
     version: int
     verified_tensor_count: int = 0
@@ -34,6 +34,8 @@ class UpdateReport:
     pause_seconds: float = 0.0
     staged_count: int = 0
     total_bytes: int = 0
+    file_bytes: int = 0
+    changed_share: float = 1.0
     bucket_count: int = 0
     new_group_count: int = 0
 

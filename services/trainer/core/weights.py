@@ -132,10 +132,7 @@ class WeightUpdater:
         self._counter += 1
         epoch = self._settings.session_epoch * EPOCHS_PER_SESSION + self._counter
         report = UpdateReport(version, total_bytes=self._plan.total_bytes, bucket_count=len(self._plan.buckets))
-        begun = time.monotonic()
-        in_files, others = await self._files.deal(f"{self._settings.run_id}-{epoch}", version, engines)
-        if in_files:
-            report.seconds["files"] = time.monotonic() - begun
+        in_files, others = await self._files.deal(f"{self._settings.run_id}-{epoch}", engines, report)
         groups, report.failed = self._groups.deal(epoch, others)
         report.reasons = dict.fromkeys(report.failed, "INCOMPATIBLE")
         groups += in_files
