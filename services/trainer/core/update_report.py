@@ -11,6 +11,8 @@ LEAST_COMMIT_SECONDS = 5.0
 """A commit that begins just before the deadline is not cut off at once."""
 _LEAST_PATIENCE, _PATIENCE = 2.0, 3.0
 """With a group that took `s` seconds, the others have max(least, patience × s) more."""
+_LEAST_AGAIN, _AGAIN = 0.2, 1.0
+"""The same for engines that were too slow last time: a link that stays slow must not cost every update that much."""
 
 
 @dataclass
@@ -58,10 +60,10 @@ class Update:
         """Seconds until the deadline."""
         return max(self.deadline - time.monotonic(), 0.0)
 
-    @property
-    def patience(self) -> float:
-        """Seconds that groups still have."""
+    def patience(self, *, slow: bool) -> float:
+        """Seconds that groups still have; `slow`: all of them were late in the update before."""
         if not self.last_success:
             return self.left + 2 * LEAST_COMMIT_SECONDS  # every call has its own deadline
         took = self.last_success - self.began
-        return max(self.last_success + max(_LEAST_PATIENCE, _PATIENCE * took) - time.monotonic(), 0.0)
+        more = max(_LEAST_AGAIN, _AGAIN * took) if slow else max(_LEAST_PATIENCE, _PATIENCE * took)
+        return max(self.last_success + more - time.monotonic(), 0.0)

@@ -87,6 +87,8 @@ class WeightUpdater:
         place = (settings.run_id, settings.address, settings.free_port)
         self._groups = GroupTable(self._rank, setup, settings.group_size, place)
         self._telling: set[asyncio.Task] = set()
+        self._slow: set[str] = set()
+        """Engines that were too slow for the last update that they were in."""
         self._files = files or FileTransport(None, None)
 
     @property
@@ -148,6 +150,7 @@ class WeightUpdater:
         except BaseException as error:
             await self._abandon(update, list(open_groups.values()), str(error) or type(error).__name__)
             raise
+        self._slow = (self._slow - set(report.committed)) | set(report.late)
         self._files.learn(engines, report)
         for engine_id, why in report.failed.items():
             log.warning("engine left out of a weight update", engine=engine_id, version=version, why=why)
@@ -162,9 +165,9 @@ class WeightUpdater:
         waiting = set(tasks)
         try:
             while waiting:
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=update.patience, return_when=asyncio.FIRST_COMPLETED
-                )
+                slow = all(self._slow & {engine.engine_id for engine in tasks[task].members} for task in waiting)
+                patience = update.patience(slow=slow)
+                done, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
                     groups.pop(tasks[task].name)

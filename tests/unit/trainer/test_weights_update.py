@@ -217,6 +217,21 @@ async def test_a_straggler_is_left_and_caught_up_later(tmp_path, monkeypatch):
     assert scene.world.held["n-2"] == (2, 0)
 
 
+async def test_an_engine_that_stays_slow_does_not_cost_every_update_the_same_patience(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_report, "_LEAST_PATIENCE", 1.0)
+    scene = Scene(tmp_path, engines=2)
+    await scene.push(1)
+    hanging = hang(scene, "n-0")
+    first, second = await scene.push(2), await scene.push(3)
+    assert first.late == second.late == ["n-0"]
+    assert first.total_seconds > 1.0 > second.total_seconds
+    hanging.set()
+    scene.rollout.transfer = type(scene.rollout).transfer.__get__(scene.rollout)
+    assert len((await scene.push(4)).committed) == 2
+    hang(scene, "n-0")
+    assert (await scene.push(5)).total_seconds > 1.0, "it is waited for again"
+
+
 async def test_slow_engines_are_waited_for_as_long_as_nobody_has_the_version(tmp_path, monkeypatch):
     monkeypatch.setattr(update_report, "_LEAST_PATIENCE", 0.01)
     scene = Scene(tmp_path, engines=2)
