@@ -20,7 +20,7 @@ class MemoryRollout:
         self.world = world
         self.aborted: list[tuple[str, int]] = []
         self.epochs: list[int] = []
-        self.groups: list[str] = []  # that each Prepare named
+        self.groups: list[str] = []  # that each Prepare named, or its path
 
     async def nodes(self) -> list[NodeView]:
         engines = tuple(self.world.engines.values())
@@ -37,7 +37,7 @@ class MemoryRollout:
         self._answer("prepare", engine)
         assert not self.epochs or request.epoch >= max(self.epochs), "epochs only grow"
         self.epochs.append(request.epoch)
-        self.groups.append(request.group.name)
+        self.groups.append(request.group.name if request.group else request.weights_path)
         return Prepared(True, "sha256-64", {"ab": ChecksumRule(("a", "b"))})
 
     async def transfer(self, engine: EngineView, epoch: int, timeout: float) -> Received:
