@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import grpc
@@ -19,13 +20,16 @@ from safetensors.torch import load_file
 from tetrarch.rollout.v1 import engine_pb2
 from tetrarch.rollout.v1 import rollout_service_pb2 as pb2
 
+from services.common import fault_points
 from services.common.convert import sample_from_proto
 from services.trainer import convert
 from services.trainer.adapters.rollout_client import GrpcRollout
 from services.trainer.core.update_report import UpdateReport
 from services.trainer.ranks.weights import StagedWeights
-from tests.contract.rollout_v1.conftest import Client, World
+from tests.contract.rollout_v1.conftest import Client, World, until
+from tests.support.lying_receiver import install
 from tests.support.node_world import MODES, node_world, run_on
+from tests.support.process_memory import flip
 from tests.support.weight_rank import WeightRank, altered, updater
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"
@@ -33,9 +37,21 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[World]:
+def directory(tmp_path_factory) -> Path:
+    """Where the node's processes look for modules."""
+    return tmp_path_factory.mktemp("world")
+
+
+@pytest.fixture(scope="module")
+def lie(directory) -> Path:
+    """A file that makes the next receiver lie."""
+    return install(directory)
+
+
+@pytest.fixture(scope="module")
+def world(directory, lie) -> Iterator[World]:
     """A node."""
-    with node_world(tmp_path_factory.mktemp("world")) as world:
+    with node_world(directory) as world:
         yield world
 
 
@@ -235,4 +251,57 @@ async def test_a_plan_that_does_not_fit_its_tensors_is_refused(world, scene, cha
     assert all(named in why for why in report.failed.values()), report.failed
     assert len(report.failed) == scene.count
     assert {engine.weight_version for engine in await scene.engines()} == {1}
+    await scene.assert_good_again(before)
+
+
+async def test_an_engine_that_says_all_is_there_and_received_nothing_serves_nothing_of_it(scene, lie):
+    if scene.kind == "simulated-direct":
+        pytest.skip("it has no receiver")
+    before = await scene.engines()
+    lie.touch()
+    async with scene.requests() as seen:
+        report = await scene.update()
+        assert not lie.exists()
+        ((liar, why),) = report.failed.items()
+        assert "holds other bytes than were sent in" in why
+        assert liar in why
+        states = {engine.engine_id: (engine.state, engine.weight_version) for engine in await scene.engines()}
+        assert states.pop(liar) == (engine_pb2.ENGINE_STATE_STALE, 0)
+        assert set(states.values()) <= {(engine_pb2.ENGINE_STATE_READY, scene.version)}
+    assert seen <= {1, scene.version} if states else {1}
+    await scene.assert_good_again(before)
+
+
+async def test_a_bit_that_flips_in_the_staging_memory_is_named(scene, tmp_path, monkeypatch):
+    """Between the last bucket and Commit."""
+    if scene.kind == "simulated-direct":
+        pytest.skip("it has no staging memory")
+    before = await scene.engines()
+    monkeypatch.setenv(fault_points.VARIABLE, str(tmp_path))
+    held = [tmp_path / f"trainer.before_commit@{number}" for number in range(scene.count)]
+    for file in held:
+        file.write_text("{}")
+    updating = asyncio.create_task(scene.update())
+    reached = [file.with_name(file.name + fault_points.REACHED) for file in held]
+
+    async def all_are_there() -> bool:
+        return all(file.exists() for file in reached)
+
+    await until(all_are_there, 30.0)
+    pattern = scene.rank.tensors[TENSOR].numpy().tobytes()
+    try:
+        count = await asyncio.to_thread(flip, before[0].pid, pattern, len(pattern) // 2)
+    except PermissionError:
+        count = 0
+    for file in reached:
+        file.unlink()
+    report = await updating
+    if not count:
+        pytest.skip("no right to write into the memory of an engine")
+    (why,) = (report.failed[engine_id] for engine_id in {before[0].engine_id} & report.failed.keys())
+    assert "in 1 of" in why
+    assert TENSOR in why
+    assert len(report.committed) == scene.count - 1
+    states = [(engine.state, engine.weight_version) for engine in await scene.engines()]
+    assert states[0] == (engine_pb2.ENGINE_STATE_STALE, 0)
     await scene.assert_good_again(before)

@@ -14,6 +14,8 @@ from tests.support.node_world import MODES, node_world, run_on
 from tests.support.weight_trainer import MOMENTS, TrainerProcess, Where
 
 LIVES = 20
+SLACK = {"threads": 2, "descriptors": 4, "megabytes": 30}
+"""A group that failed and was not let go costs an engine two threads and five descriptors."""
 STALE, READY = engine_pb2.ENGINE_STATE_STALE, engine_pb2.ENGINE_STATE_READY
 
 
@@ -34,13 +36,14 @@ def worn(pid: int) -> dict[str, int]:
     }
 
 
-async def worn_at_rest(pid: int) -> dict[str, int]:
-    """The least within the time that connections are kept open for a next call."""
-    seen = []
-    for _ in range(10):
-        seen.append(worn(pid))
-        await asyncio.sleep(2.0)
-    return {what: min(one[what] for one in seen) for what in seen[0]}
+async def assert_no_more_worn(pid: int, than: dict[str, int]) -> None:
+    """Connections are kept open for a next call for a while."""
+    for _ in range(20):
+        now = worn(pid)
+        if all(now[what] <= than[what] + slack for what, slack in SLACK.items()):
+            return
+        await asyncio.sleep(1.0)
+    pytest.fail(f"an engine grew from {than} to {now}")
 
 
 @pytest.mark.timeout(400)
@@ -50,12 +53,9 @@ async def test_a_trainer_killed_twenty_times_finds_its_engines_as_they_were(mode
         before = await client.engines(STALE, MODES[mode]["rollout_num_gpus"], seconds=240.0)
         pid = before[0].pid
         await lives(client, before, 2)
-        first = await worn_at_rest(pid)
+        first = worn(pid)
         await lives(client, before, LIVES)
-        now = await worn_at_rest(pid)
-    assert now["threads"] <= first["threads"] + 2, (first, now)
-    assert now["descriptors"] <= first["descriptors"] + 4, (first, now)
-    assert now["megabytes"] <= first["megabytes"] + 30, (first, now)
+        await assert_no_more_worn(pid, first)
 
 
 async def lives(client: Client, before: list[engine_pb2.Engine], count: int) -> None:
