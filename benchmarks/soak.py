@@ -158,7 +158,8 @@ async def judge(world: World, striker: Striker, chosen: argparse.Namespace, node
     versions = versions_of(rows, steps, verified_versions(node_log), MAX_STALENESS)
     curve = curve_of(rows)
     recovered = sorted(strike.recovered for strike in striker.strikes if strike.recovered is not None)
-    engines = sum(len(known) - 1 for known in world.seen.incarnations.values())
+    starts = {engine: len(known) - 1 for engine, known in world.seen.incarnations.items()}
+    unasked = sum(max(count - striker.starts_owed(engine), 0) for engine, count in starts.items())
     return [
         Figure("minutes of strikes", chosen.minutes),
         Figure("strikes", len(striker.strikes)),
@@ -173,7 +174,8 @@ async def judge(world: World, striker: Striker, chosen: argparse.Namespace, node
         Figure("next step after a strike, longest", recovered[-1], "s", f"<= {STANDSTILL_SECONDS:.0f}"),
         Figure("longest standstill between two steps", progress.longest_gap, "s"),
         Figure("seconds between steps, median", progress.median_gap, "s"),
-        Figure("engines restarted", engines),
+        Figure("engines restarted", sum(starts.values())),
+        Figure("  although neither they nor their node were struck", unasked, "", "== 0"),
         *_ledger_figures(ledger, world),
         *_version_figures(versions, world),
     ]

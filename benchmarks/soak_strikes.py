@@ -161,6 +161,16 @@ class Striker:
         """SIGKILLs by tier."""
         return Counter(strike.card.tier for strike in self.strikes if strike.killed)
 
+    def starts_owed(self, engine_id: str) -> int:
+        """Starts of an engine that strikes at it, or at its node, explain."""
+        owed = 0
+        for strike in self.strikes:
+            if strike.card.tier == "node":
+                owed += strike.killed
+            elif strike.card.tier == "engine" and engine_id in strike.note:
+                owed += 2 if strike.card.moment == _STARTING else 1
+        return owed
+
     async def strike(self) -> Strike | None:
         """Makes the next strike; None when no tier can be struck now."""
         node = await self.world.node()
@@ -228,7 +238,7 @@ class Striker:
                 await self._hit(strike)
             elif holder:
                 at = json.loads(reached.read_text())
-                strike.at = time.time()
+                strike.at, strike.note = time.time(), at.get("engine", "")
                 engine = strike.card.tier == "engine"
                 strike.killed = kill(at["pgid"] if engine else at["pid"], group=engine)
             else:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from services.common.run_spec import RunSpec
 from services.console.adapters.clients import Clients
 from services.console.core.placement import NO_GPUS
 from services.console.supervisor import Supervisor
-from services.console.tiers import ALL, Layout, Ports, embedded_tiers
+from services.console.tiers import Layout, Ports, embedded_tiers
 from tests.support.engine import write_checkpoint
 
 SIMULATED = {"tokens_per_second": 2000.0, "mean_response_len": 1e6, "tokens_follow": "weights"}
@@ -42,17 +42,19 @@ class Embedded:
 
     Args:
         directory: for the store, logs, and a directory per run.
-        names: tiers that are started.
+        env: further variables of every tier.
     """
 
-    def __init__(self, directory: Path, names: tuple[str, ...] = ALL) -> None:
+    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         self.directory = directory
         self.fault_dir = directory / "faults"
-        self.fault_dir.mkdir()
+        self.fault_dir.mkdir(parents=True)
         self.model = write_checkpoint(directory / "model")
         ports = Ports.free()
         layout = Layout(ports, directory / "store", directory / "logs", resume=True, placement=NO_GPUS)
-        self.supervisor = Supervisor(embedded_tiers(layout, names), layout.log_dir)
+        env = {VARIABLE: str(self.fault_dir), **env}
+        stages = [[replace(tier, env={**tier.env, **env}) for tier in stage] for stage in embedded_tiers(layout)]
+        self.supervisor = Supervisor(stages, layout.log_dir)
         self.clients = Clients(ports.addresses["buffer"], ports.addresses["trainer"])
 
     def spec(self, run_id: str, *, prompts: int = 256, **changes: dict[str, Any]) -> RunSpec:
@@ -147,11 +149,9 @@ class Embedded:
 
 
 @contextlib.asynccontextmanager
-async def embedded_tiers_up(directory: Path, names: tuple[str, ...] = ALL) -> AsyncIterator[Embedded]:
+async def embedded_tiers_up(directory: Path, env: Mapping[str, str] | None = None) -> AsyncIterator[Embedded]:
     """Tiers for as long as the block lasts."""
-    made = Embedded(directory, names)
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(made.fault_dir)
+    made = Embedded(directory, env or {})
     try:
         await made.supervisor.start()
         yield made
@@ -159,7 +159,3 @@ async def embedded_tiers_up(directory: Path, names: tuple[str, ...] = ALL) -> As
         made.supervisor.hurry()
         await made.supervisor.stop()
         await made.clients.__aexit__()
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
