@@ -63,17 +63,20 @@ def tile_sums(contents: Sequence[Content], lanes: Sequence[tuple[int, int, int]]
     tiles: list[int] = []
     kept: list[torch.Tensor] = []  # alive until the kernel has been given to the device's queue
     device = next(part.device for content in contents for part in content.parts)
+    program, slot = 0, 0
     for content in contents:
-        slot, position = sum(tiles), 0
-        for part in _pieces(content, device):
-            kept.append(part)
-            words = part.numel() // 4
+        position = 0
+        for piece in _pieces(content, device):
+            kept.append(piece)
+            words = piece.numel() // 4
             touched = (position + words - 1) // TILE_WORDS - position // TILE_WORDS + 1
-            rows.append((part.data_ptr(), position, words, sum(programs), slot))
+            rows.append((piece.data_ptr(), position, words, program, slot))
             programs.append(touched)
             position += words
+            program += touched
         tiles.append(-(-position // TILE_WORDS))
-    sums = torch.zeros(sum(tiles), 2, dtype=torch.int32, device=device)
+        slot += tiles[-1]
+    sums = torch.zeros(slot, 2, dtype=torch.int32, device=device)
     if rows:
         table = torch.tensor(rows, dtype=torch.int64).to(device)
         counts = torch.tensor(programs).to(device)

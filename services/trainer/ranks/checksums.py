@@ -68,6 +68,11 @@ def digests(contents: Sequence[Content], algorithm: str) -> list[str]:
     raise ValueError(f"checksum algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
 
 
+def prepare(device: torch.device) -> None:
+    """Builds what is built at first use, which takes a second or two on a GPU."""
+    digest([torch.zeros(8, dtype=torch.uint8, device=device)], 0, "sglang-tiled-64")
+
+
 def digest(parts: Sequence[torch.Tensor], padding_bytes: int, algorithm: str) -> str:
     """The one of `Content(parts, padding_bytes)`; see `digests`."""
     return digests([Content(parts, padding_bytes)], algorithm)[0]

@@ -78,6 +78,7 @@ class RankWorker:
         self._device = runtime.start(layout, command.device, spec.trainer.seed)
         from megatron.core import parallel_state
 
+        from services.trainer.ranks import checksums
         from services.trainer.ranks import policy as policies
         from services.trainer.ranks.fetch import SampleSource
         from services.trainer.ranks.groups import WeightGroups
@@ -91,6 +92,7 @@ class RankWorker:
         self._source = SampleSource()
         self._groups = WeightGroups(self._device)
         self._files = VersionFiles()
+        checksums.prepare(self._device)
         self._ready = True
         cuda = command.device == "cuda"
         return commands.SetupResult(
