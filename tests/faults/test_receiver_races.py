@@ -14,6 +14,7 @@ from services.rollout.adapters.receiver_client import ReceiverSocket
 from services.rollout.receiver import groups as receiver_groups
 from services.rollout.receiver import server
 from services.rollout.receiver.groups import Groups, Meeting
+from services.trainer.ranks import groups as rank_groups
 
 SIZE = 4096
 
@@ -138,3 +139,27 @@ def test_a_group_left_by_two_at_once_ends_once_and_no_other_group_with_it(monkey
     assert member.ended.wait(5.0)
     assert destroyed in ([], ["a group"])
     assert None not in destroyed
+
+
+class LateWork:
+    """A transfer that ends right after a wait for it has timed out."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error, self._waits = error, 0
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout=None) -> None:
+        self._waits += 1
+        if self._waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+@pytest.mark.parametrize("over", [receiver_groups._arrived, rank_groups._over])
+def test_a_transfer_that_ends_as_a_wait_for_it_times_out_has_succeeded(over):
+    assert over(LateWork())
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        over(LateWork("Connection closed by peer"))

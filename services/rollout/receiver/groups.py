@@ -248,9 +248,9 @@ def _arrived(work: Any) -> bool:
     try:
         work.wait(_TURN)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what went wrong, unless it ended well since the turn was over
     return True
 
 

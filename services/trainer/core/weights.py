@@ -178,7 +178,9 @@ class WeightUpdater:
         waited = time.monotonic() - update.began
         for task in waiting:
             group = groups.pop(tasks[task].name)
-            if task.cancelled():  # else it was done at the last moment
+            if not task.cancelled():  # it was done at the last moment
+                task.result()
+            else:
                 update.report.late += [engine.engine_id for engine in group.members]
                 when = "when the others had the version" if update.last_success else "the deadline of an update"
                 why = f"it was not done after {waited:.1f} s, {when}"

@@ -240,9 +240,9 @@ def _over(work: dist.Work) -> bool:
     try:
         work.wait(_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what went wrong, unless it ended well since the while was over
     return True
 
 
