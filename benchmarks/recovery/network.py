@@ -45,6 +45,33 @@ def partition(seconds: float, point: str = "", **labels: str) -> Callable[[World
     return strike
 
 
+def slow(bytes_per_second: int, seconds: float) -> Callable[[World], Awaitable[Struck]]:
+    """The second node's link is slow from any moment on, until some time after its engine was left out of an update."""
+
+    async def strike(world: World) -> Struck:
+        assert isinstance(world, hosts.TwoNodesWorld), "this row needs two nodes"
+        world.network.limit("c", bytes_per_second)
+        at = time.time()
+        mended: list[float] = []
+
+        async def detected() -> float | None:
+            left_out = [e["time"] for e in world.history.since(at, "notice") if "was left out of" in e["message"]]
+            return left_out[0] if left_out else None
+
+        async def back() -> bool:
+            left_out = await detected()
+            if left_out is None or time.time() < left_out + seconds:
+                return False
+            if not mended:
+                world.network.unlimit("c")
+                mended.append(time.time())
+            return await world.second_serves()
+
+        return Struck(at, detected, back)
+
+    return strike
+
+
 HOSTS = Shape(where=hosts.NAME)
 _SHORT_LEASES = replace(HOSTS, more=(("rollout", "lease_ttl", 10.0),))
 ROWS = [
@@ -53,4 +80,6 @@ ROWS = [
         partition(PARTITION_SECONDS, "engine.bucket"), HOSTS),
     Row("partition-leases", "network between two hosts", "30 s of silence, longer than leases (10 s)",
         partition(PARTITION_SECONDS), _SHORT_LEASES),
+    Row("slow-engine", "link of one engine of two", "slow: an update takes 8 s; mended 5 s after it is left out",
+        slow(50_000, 5.0), Shape(where=hosts.TWO_NODES)),
 ]  # fmt: skip
