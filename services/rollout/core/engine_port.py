@@ -301,8 +301,9 @@ class Engine(Protocol):
         ...
 
     async def checksum_rules(self, specs: Sequence[TensorSpec]) -> list[ChecksumRule]:
-        """How the engine's tensors are made from `specs`. Engine tensors no rule names are not verified;
-        raises FAILED_PRECONDITION/TENSORS_UNKNOWN when a sent tensor has no place in the engine."""
+        """How the engine's tensors are made from `specs`: every one of them, as a mixture of versions would pass else.
+        Raises FAILED_PRECONDITION naming the tensor: TENSORS_UNKNOWN (it has no place in the engine), TENSORS_MISSING
+        (it is not sent), SHAPE_MISMATCH or DTYPE_MISMATCH."""
         ...
 
     async def set_version(self, version: int) -> None:
