@@ -63,7 +63,7 @@ async def test_files_that_do_not_fit_or_are_gone_leave_the_weights_alone(engine,
     await engine.staging.drop()
 
 
-async def test_an_engine_loads_files_by_itself(engine, tensors, tmp_path):
+async def test_an_engine_loads_files_by_itself(engine, engine_process, tensors, tmp_path):
     rules = await engine.checksum_rules(tensor_specs(tensors))
     weights = changed(tensors, 0.05)
     place, _, _ = written(tmp_path, weights, 2)
@@ -79,5 +79,7 @@ async def test_an_engine_loads_files_by_itself(engine, tensors, tmp_path):
     with pytest.raises(ServiceError) as caught:
         await engine.load_files(tmp_path / "nowhere", SECONDS)
     assert caught.value.reason == "TRANSFER_FAILED"
+    await engine.load_files(engine_process.checkpoint, SECONDS)  # other tests compare with it
     await engine.end_update()
+    assert await engine.checksums() == expected(engine, rules, tensors)
     assert await engine.health(5.0)
