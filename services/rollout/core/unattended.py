@@ -22,7 +22,7 @@ from services.rollout.core.weights import WeightUpdates
 
 log = get_logger(__name__)
 
-SILENCE_SECONDS = 5.0
+SILENCE_SECONDS = 3.0
 """Of the trainer, before an engine helps itself."""
 _LOOK_SECONDS = 0.5
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 2.0, 60.0

@@ -35,6 +35,7 @@ class VersionFiles:
         self._base: tuple[int, list[torch.Tensor]] | None = None
         """The newest version that was written, and its bytes."""
         self._spare: list[torch.Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def reads_staged(self) -> bool:
@@ -85,10 +86,15 @@ class VersionFiles:
         for index, (bucket, host) in enumerate(zip(staged.buckets, spare, strict=True)):
             while not staged.gathered(index):  # ends with the thread that gathers
                 time.sleep(_POLL_SECONDS)
-            if (mark := staged.mark(index)) is not None:
-                mark.synchronize()
-                torch.cuda.set_device(bucket.device)
-            host.copy_(bucket)
+            if (mark := staged.mark(index)) is None:
+                host.copy_(bucket)
+                continue
+            torch.cuda.set_device(bucket.device)
+            self._stream = self._stream or torch.cuda.Stream(bucket.device)  # beside whatever the model does
+            self._stream.wait_event(mark)
+            with torch.cuda.stream(self._stream):
+                host.copy_(bucket, non_blocking=True)
+            self._stream.synchronize()
         self._held = version, staged.plan, spare
 
     def _write(self, order: WriteFiles) -> Manifest:
