@@ -12,7 +12,7 @@ from tetrarch.rollout.v1 import engine_pb2
 
 from benchmarks.recovery.measure import Row, Struck
 from benchmarks.recovery.tiers import SECONDS_UNTIL
-from benchmarks.recovery.world import World
+from benchmarks.recovery.world import UPDATE_SECONDS, Shape, World
 
 OUT_SECONDS, STEADY_SECONDS = 5.0, 10.0
 BARS = {"detect_seconds": OUT_SECONDS, "steady_seconds": STEADY_SECONDS}
@@ -81,6 +81,38 @@ def at_point(point: str, number: int) -> Callable[[World], Awaitable[Struck]]:
     return strike
 
 
+async def two_of_four(world: World) -> Struck:
+    """In the middle of one update an engine is killed and another is stopped; two go on."""
+    node = await world.until(world.node, 10.0, "the rollout node's answer")
+    *others, killed, stopped = node.engines
+    await world.caught("trainer.before_prepare", SECONDS_UNTIL)  # so that both are met in the same update
+    published = (await world.until(world.run, 10.0, "the run")).policy_version
+    points = {f"engine.bucket@{engine.engine_id}": engine for engine in (killed, stopped)}
+    for point, engine in points.items():
+        world.arm(point, engine=engine.engine_id)
+    world.disarm("trainer.before_prepare")
+    for point in points:
+        await world.reached(point)
+    strike_engine(stopped, signal.SIGSTOP)
+    at = strike_engine(killed, signal.SIGKILL)
+    for point in points:
+        world.disarm(point)
+    first, second = (engine_struck(world, engine, at) for engine in (killed, stopped))
+
+    async def detected() -> float | None:
+        return (await second.detected()) if await first.detected() else None
+
+    async def back() -> bool:
+        return await first.back() is True and await second.back() is True
+
+    async def served() -> bool:
+        now = await world.node()
+        versions = {engine.engine_id: engine.weight_version for engine in (now.engines if now else [])}
+        return all(versions.get(engine.engine_id, 0) > published for engine in others)
+
+    return Struck(at, detected, back, engines=2, others=served)
+
+
 def _row(name: str, moment: str, strike: Callable[[World], Awaitable[Struck]]) -> Row:
     return Row(f"engine-{name}", "engine, one of two", moment, strike, bars=BARS)
 
@@ -92,4 +124,12 @@ ROWS = [
     _row("committed", "SIGKILL after Commit, before its answer", at_point("node.after_commit", signal.SIGKILL)),
     _row("stop", "SIGSTOP, serving", when(True, signal.SIGSTOP)),
     _row("stop-transfer", "SIGSTOP, mid-transfer", at_point("engine.bucket", signal.SIGSTOP)),
+    Row(
+        "engines-two-of-four",
+        "two engines of four",
+        "one SIGKILL, one SIGSTOP, mid-transfer of the same update",
+        two_of_four,
+        Shape(engine_count=4),
+        BARS | {"others_seconds": UPDATE_SECONDS},
+    ),
 ]

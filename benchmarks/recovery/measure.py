@@ -34,16 +34,18 @@ class Struck:
     Args:
         at: when (time.time()).
         detected: when the product first said or did something about it; None while it has not.
-        back: whether the victim itself is of use again.
+        back: whether, or since when, the victim itself is of use again.
         engines: how many engines were struck, and may have restarted.
         undone: steps that were trained but not committed at that moment, hence done again.
+        others: whether those of the same kind that were not struck did what the victim was in the middle of.
     """
 
     at: float
     detected: Callable[[], Awaitable[float | None]]
-    back: Callable[[], Awaitable[bool]]
+    back: Callable[[], Awaitable[float | bool | None]]
     engines: int = 0
     undone: int = 0
+    others: Callable[[], Awaitable[bool]] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Repetition:
     detect_seconds: float
     steady_seconds: float
     back_seconds: float
+    others_seconds: float | None
+    """Until those that were not struck did what the victim was in the middle of."""
     steps_repeated: int
     engines_restarted: int
     engines_restarted_needlessly: int
@@ -139,39 +143,52 @@ class Measured:
         ends = await world.until(enough, CALM_SECONDS, f"{wanted} undisturbed steps since {began:.0f}")
         return statistics.median(window_rates(ends))
 
-    async def repeat(self, row: Row, median: float) -> Repetition:
-        """One strike, watched to the end."""
+    async def repeat(self, row: Row, median: float | None) -> Repetition:
+        """One strike, watched to the end; without a `median` the rate is not waited for. Raises Stuck."""
         world = self.world
         lives = await world.incarnations()
         struck = await row.strike(world)
         trained = await self._trained_at(struck)
-        detected = back = steady = None
+        seen: dict[str, float] = {}
+        if median is None:
+            seen["steady"] = 0.0
+        if struck.others is None:
+            seen["others"] = struck.at
         deadline = time.monotonic() + RECOVER_SECONDS
-        while detected is None or back is None or steady is None:
+        while missing := {"detected", "back", "steady", "others"} - seen.keys():
             if time.monotonic() > deadline:
-                missing = [n for n, v in (("detected", detected), ("back", back), ("steady", steady)) if v is None]
-                raise Stuck(f"{row.name}: not {', '.join(missing)} after {RECOVER_SECONDS:.0f} s. "
-                            f"{await world.describe()}")  # fmt: skip
-            if detected is None:
-                detected = await struck.detected()
-            if back is None and await struck.back():
-                back = time.time()
-            if steady is None:
-                steady = steady_after(self._ends(), struck.at, median)
-            if steady is None and back is not None and time.time() - back > _PATIENCE_SECONDS:
-                median = max(median, await self.calm())  # is it the machine that has become slower?
+                late = ", ".join(sorted(missing))
+                raise Stuck(f"{row.name}: not {late} after {RECOVER_SECONDS:.0f} s. {await world.describe()}")
+            await self._look(struck, missing, seen)
+            if median and "steady" not in seen:
+                waited = time.time() - seen.get("back", time.time())
+                if waited > _PATIENCE_SECONDS:
+                    median = max(median, await self.calm())  # is it the machine that has become slower?
+                if (steady := steady_after(self._ends(), struck.at, median)) is not None:
+                    seen["steady"] = steady
             await asyncio.sleep(POLL_SECONDS)
         after = await world.incarnations()
         restarted = sum(after.get(engine) != life for engine, life in lives.items())
         return Repetition(
-            detect_seconds=max(0.0, detected - struck.at),
-            steady_seconds=steady,
-            back_seconds=back - struck.at,
+            detect_seconds=max(0.0, seen["detected"] - struck.at),
+            steady_seconds=seen["steady"],
+            back_seconds=seen["back"] - struck.at,
+            others_seconds=seen["others"] - struck.at if struck.others else None,
             steps_repeated=self._repeated(struck, trained),
             engines_restarted=restarted,
             engines_restarted_needlessly=max(0, restarted - struck.engines),
-            undisturbed_step_seconds=median,
+            undisturbed_step_seconds=median or 0.0,
         )
+
+    @staticmethod
+    async def _look(struck: Struck, missing: set[str], seen: dict[str, float]) -> None:
+        """Notes what has happened since the last look."""
+        if "detected" in missing and (found := await struck.detected()):
+            seen["detected"] = found
+        if "others" in missing and struck.others and await struck.others():
+            seen["others"] = time.time()
+        if "back" in missing and (found := await struck.back()):
+            seen["back"] = time.time() if found is True else found
 
     async def _trained_at(self, struck: Struck) -> int:
         """Steps whose training was done when the strike fell, by what the buffer knows right after."""

@@ -40,7 +40,7 @@ def _commit() -> str:
 
 
 def _values(entry: dict[str, Any], figure: str) -> list[float]:
-    return [one[figure] for one in entry["repetitions"]]
+    return [one[figure] for one in entry["repetitions"] if one.get(figure) is not None]
 
 
 def _cell(entry: dict[str, Any], figure: str, form: str = ".1f") -> str:
@@ -78,7 +78,7 @@ def misses(path: Path) -> list[str]:
     for name, entry in ordered(load(path)):
         row = next(row for row in ROWS if row.name == name.split()[0])
         for figure, most in row.bars.items():
-            if (worst := max(_values(entry, figure))) > most:
+            if (worst := max(_values(entry, figure), default=0.0)) > most:
                 found.append(f"{name}: {figure} {worst:.2f} is above {most:g}")
         for figure in ("lost", "doubled"):
             if entry[figure]:

@@ -20,8 +20,9 @@ def tier_struck(world: World, name: str, at: float) -> Struck:
     async def detected() -> float | None:
         return world.noted(at, f"{name} ended")
 
-    async def back() -> bool:
-        return world.noted(at, f"{name} is back") is not None and await world.healthy(name)
+    async def back() -> float | None:
+        since = world.noted(at, f"{name} is back")
+        return since if since and await world.healthy(name) else None
 
     return Struck(at, detected, back)
 
@@ -65,7 +66,7 @@ def node(point: str = "") -> Callable[[World], Awaitable[Struck]]:
         struck = tier_struck(world, "rollout", at)
 
         async def back() -> bool:
-            return await struck.back() and await world.serving()
+            return bool(await struck.back()) and await world.serving()
 
         return Struck(at, struck.detected, back, world.spec.rollout.engine_count)
 

@@ -35,7 +35,7 @@ from benchmarks.checkpoints import endless_copy, random_model
 from benchmarks.recovery import grader
 from benchmarks.run_files import write_prompts
 from services.common.channel import open_channel
-from services.common.fault_points import VARIABLE
+from services.common.fault_points import REACHED, VARIABLE
 from services.common.run_spec import RunSpec
 from services.console.adapters.valkey import ping
 from services.console.core.history import METRICS_FILE
@@ -45,6 +45,8 @@ from services.console.tiers import ALL, Layout, Ports, embedded_tiers
 
 BATCH, SAMPLES, RESPONSE_TOKENS = 8, 2, 16
 SAVE_INTERVAL = 4
+UPDATE_SECONDS = 20.0
+"""Deadline of a weight update."""
 START_SECONDS = 180.0
 POLL_SECONDS = 0.03
 _SIMULATED = {"tokens_per_second": 25.0, "mean_response_len": 1e6, "response_len_spread": 0.0}
@@ -277,7 +279,7 @@ class World:
     # -- fault points
 
     def arm(self, point: str, **labels: str) -> None:
-        """Whoever reaches the point next stands still there."""
+        """Whoever reaches the point next stands still there. `point` may end in "@" and anything, to arm one twice."""
         self.disarm(point)
         scratch = self.fault_dir / f".{point}"
         scratch.write_text(json.dumps(labels))
@@ -285,13 +287,17 @@ class World:
 
     def disarm(self, point: str) -> None:
         """Lets go who stands at the point, and nobody stops there any more."""
-        for name in (point, f"{point}.reached"):
+        for name in (point, f"{point}{REACHED}"):
             (self.fault_dir / name).unlink(missing_ok=True)
 
     async def caught(self, point: str, seconds: float = 60.0, **labels: str) -> dict[str, Any]:
         """Arms a point and waits until a process stands still there; → its pid, process group, labels."""
         self.arm(point, **labels)
-        path = self.fault_dir / f"{point}.reached"
+        return await self.reached(point, seconds)
+
+    async def reached(self, point: str, seconds: float = 60.0) -> dict[str, Any]:
+        """Who stands still at a point that was armed."""
+        path = self.fault_dir / f"{point}{REACHED}"
 
         def read() -> dict[str, Any] | None:
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
@@ -331,7 +337,7 @@ def make_spec(directory: Path, shape: Shape, model: Path) -> RunSpec:
             "save_interval": SAVE_INTERVAL,
             "max_staleness": 1,
             "lr": 1e-5,
-            "update_timeout": 20.0,
+            "update_timeout": UPDATE_SECONDS,
         },
     }
     for group, key, value in shape.more:
