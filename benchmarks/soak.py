@@ -167,7 +167,7 @@ async def judge(world: World, striker: Striker, chosen: argparse.Namespace, node
         *(Figure(f"  {tier}", striker.kills[tier], "", ">= 1" if chosen.every_tier else "") for tier in TIERS),
         Figure("held-out reward before (greedy)", curve[0][1]),
         Figure("held-out reward after (greedy)", curve[-1][1], "", f">= {LEARNED}"),
-        Figure("steps in the surviving history", progress.steps, "", f"== {run.committed_step + 1}"),
+        Figure("steps in the surviving history", len(steps)),
         Figure("steps repeated from checkpoints", progress.repeated),
         Figure("restores from checkpoints", progress.restores),
         Figure("next step after a strike, median", recovered[len(recovered) // 2], "s"),

@@ -154,15 +154,12 @@ def published_versions(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def versions_at_take(rows: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """By step: the version that was published when its batch was taken, in the surviving history."""
-    pushed: dict[int, int] = {}
-    taken: dict[int, int] = {}
-    for row in rows:
-        if row["kind"] == "update_weights":
-            pushed[row["step"]] = int(row["policy_version"])
-        elif row["kind"] == "step":
-            taken[row["step"]] = pushed[row["step"] - 1]
-    return taken
+    """By step: the version that was published when its batch was taken, in the surviving history.
+
+    That is the last one with just the steps before it: whoever trains a step again has pushed those weights again. (A
+    step may have no line of its own: its trainer can die between the checkpoint and the line.)
+    """
+    return {row["step"] + 1: int(row["policy_version"]) for row in rows if row["kind"] == "update_weights"}
 
 
 def _lag(version: int, at: int, published: Sequence[int]) -> int:
