@@ -223,8 +223,7 @@ def weight_groups(root: Path) -> dict:
     from services.trainer.ranks.weights import Staging
 
     policy = Trainee(make_spec(root / "qwen3", 2, 1)).policy
-    staging = Staging(policy.model, policy.hf, 20_000, torch.device("cpu"))
-    staged = staging.staged
+    staged = (staging := Staging(policy.model, policy.hf, 20_000, torch.device("cpu"))).staged
     names = ["good", "broken", "absent"]
     box = [{name: free_port() for name in names}]
     torch.distributed.broadcast_object_list(box, src=0)
