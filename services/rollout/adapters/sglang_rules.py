@@ -3,18 +3,21 @@
 SGLang fuses modules and pads vocabularies; a checksum rule says of each tensor that it holds which sent ones make it
 up. Pure.
 
-Invariants: every tensor that an engine holds has a rule, and every one that is sent a place: an update that left one
-out would have the engine serve a mixture of versions, and checksums alone would not show it.
+Invariants: every tensor that an engine has from its checkpoint has a rule, every one that is sent a place: an update
+that left one out would have the engine serve a mixture of versions, and checksums alone would not show it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from services.common.errors import Code, ServiceError
 from services.rollout.core.engine_port import ITEM_BYTES, ChecksumRule, TensorSpec
+
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtypes and shapes in the engine's checkpoint, by name; empty when its files do not tell."""
 
 FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 """Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
@@ -23,30 +26,35 @@ _SAME = "trainer and engine must load the same checkpoint architecture"
 
 
 def checksum_rules(
-    held: Sequence[str], specs: Sequence[TensorSpec], *, tied: bool, vocabulary_multiple: int
+    held: Sequence[str], specs: Sequence[TensorSpec], own: Headers, *, tied: bool, vocabulary_multiple: int
 ) -> list[ChecksumRule]:
     """Rules for the engine tensors `held`, vocabularies padded to a multiple of rows. Raises as `match_tensors`."""
     by_name = {spec.name: spec for spec in specs}
-    rules = match_tensors(held, [spec.name for spec in specs], tied=tied)
+    rules = match_tensors(held, [spec.name for spec in specs], own, tied=tied)
     return [replace(rule, padding_bytes=_padding(by_name[rule.source_names[0]], vocabulary_multiple)) for rule in rules]
 
 
-def match_tensors(held: Sequence[str], sent: Sequence[str], *, tied: bool) -> list[ChecksumRule]:
+def match_tensors(
+    held: Sequence[str], sent: Sequence[str], own: Collection[str] = (), *, tied: bool
+) -> list[ChecksumRule]:
     """Rules for the engine tensors `held`, made of the checkpoint tensors `sent`.
 
-    With `tied` embeddings the engine may hold, and the sender may send, either of two names of one tensor.
+    With `tied` embeddings the engine may hold, and the sender may send, either of two names of one tensor. What is not
+    in the engine's checkpoint, if `own` tells, is its own business.
     Raises FAILED_PRECONDITION: TENSORS_UNKNOWN for a sent tensor without a place, TENSORS_MISSING for one that is not
     sent.
     """
-    known, rules, lacking = set(sent), [], {}
+    known, rules, placed, lacking = set(sent), [], set(), {}
     for name in held:
         sources = _sources(name, known)
         if tied and name == _HEAD and name not in known:
             sources = (_EMBEDDING,)
-        rules.append(ChecksumRule(name, sources))
-        if absent := [source for source in sources if source not in known]:
+        placed.update(sources)
+        absent = [source for source in sources if source not in known]
+        if not absent:
+            rules.append(ChecksumRule(name, sources))
+        elif not own or any(source in own for source in sources):
             lacking[absent[0]] = name
-    placed = {source for rule in rules for source in rule.source_names}
     strangers = [name for name in sent if name not in placed and not (tied and name == _HEAD)]
     if strangers:
         raise ServiceError(
@@ -70,8 +78,8 @@ def match_tensors(held: Sequence[str], sent: Sequence[str], *, tied: bool) -> li
     return rules
 
 
-def check_shapes(specs: Sequence[TensorSpec], own: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """`own`: dtypes and shapes in the engine's checkpoint, by name. Raises FAILED_PRECONDITION/SHAPE_MISMATCH."""
+def check_shapes(specs: Sequence[TensorSpec], own: Headers) -> None:
+    """Raises FAILED_PRECONDITION/SHAPE_MISMATCH."""
     for spec in specs:
         if spec.name in own and own[spec.name][1] != spec.shape:
             raise ServiceError(
@@ -83,9 +91,7 @@ def check_shapes(specs: Sequence[TensorSpec], own: Mapping[str, tuple[str, tuple
             )
 
 
-def check_dtypes(
-    specs: Sequence[TensorSpec], dtype: str, own: Mapping[str, tuple[str, tuple[int, ...]]], url: str
-) -> None:
+def check_dtypes(specs: Sequence[TensorSpec], dtype: str, own: Headers, url: str) -> None:
     """An engine converts what it loads to its own `dtype`, but for tensors whose checkpoint has them in another, and
     would then hold other bytes than were sent. Raises FAILED_PRECONDITION/DTYPE_MISMATCH."""
     for spec in specs:

@@ -76,6 +76,13 @@ def test_a_tensor_that_is_not_sent_is_named_also_as_a_part_of_a_fused_one():
         assert caught.value.reason == "TENSORS_MISSING"
 
 
+def test_what_the_checkpoint_does_not_have_either_is_the_engines_own_business():
+    rules = match_tensors([*HELD, f"{LAYER}.self_attn.scale"], SENT, set(SENT), tied=True)
+    assert [rule.engine_name for rule in rules] == HELD
+    with pytest.raises(ServiceError, match="scale"):
+        match_tensors([*HELD, f"{LAYER}.self_attn.scale"], SENT, tied=True)
+
+
 def test_spans_are_cut_to_the_output_and_older_releases_have_one():
     meta = {"weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 9}]}
     assert read_spans(meta, 5) == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 5))
