@@ -30,8 +30,6 @@ TILED_CHECKSUM_ALGORITHM = "sglang-tiled-64"
 """SGLang's own hash of a tensor on a GPU; `services.trainer.ranks.checksums` defines it."""
 ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
 """Bytes of one element by dtype."""
-ENGINE_ID = "TETRARCH_ENGINE_ID"
-"""Variable that tells an engine's process its id."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 

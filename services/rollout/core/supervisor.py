@@ -17,13 +17,15 @@ from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess, free_port
 from services.common.process_group import any_stopped, members
 from services.common.telemetry import get_logger
-from services.rollout.core.engine_port import ENGINE_ID, EngineFactory
+from services.rollout.core.engine_port import EngineFactory
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.run_settings import FleetSettings
 
 log = get_logger(__name__)
 
+ENGINE_ID = "TETRARCH_ENGINE_ID"
+"""Variable that tells an engine's process its id."""
 _MAX_BACKOFF = 30.0
 _STABLE_SECONDS = 60.0
 """An engine that lived this long starts over with the shortest pause."""
