@@ -78,6 +78,7 @@ class VersionFiles:
         self._chain: list[tuple[int, WriteResult]] = []
         """Versions that the last written one is made of, a full one first."""
         self._writing: tuple[int, asyncio.Task[WriteResult]] | None = None
+        self._hanging: asyncio.Task[WriteResult] | None = None
         self._held = asyncio.Event()
         self._held.set()
         self._trouble = ""
@@ -89,12 +90,18 @@ class VersionFiles:
         return self._chain[-1][1] if self._chain else None
 
     async def write(self, version: int, step: int = -1) -> str:
-        """Writes the staged weights as `version`, once; → its directory. Raises FILES_NOT_WRITTEN."""
+        """Writes the staged weights as `version`, once; → its directory. Raises FILES_NOT_WRITTEN: at once while a
+        write hangs that was given up."""
+        if self._hanging is not None and not self._hanging.done():
+            raise files_not_written(self.settings.directory, "an earlier version is still being written")
         try:
             async with asyncio.timeout(self.settings.timeout):
+                if self._writing is not None and self._writing[0] != version:
+                    await asyncio.wait([self._writing[1]])  # in the background
                 await asyncio.shield(self._begin(version))
         except TimeoutError:
-            why = f"version {version} was not written within {self.settings.timeout:.0f} s (update_timeout)"
+            self._hanging = self._writing[1] if self._writing else None
+            why = f"version {version} was not written within {self.settings.timeout:g} s (update_timeout)"
             error = files_not_written(self.settings.directory, why)
             self._say(error.message, step)
             raise error from None
