@@ -23,6 +23,8 @@ from services.trainer.core.weights import UpdateReport, WeightUpdater
 log = get_logger(__name__)
 
 _POLL_SECONDS = 1.0
+_LONGEST_PAUSE = 10.0
+"""Between pushes that engines refuse or do not answer."""
 _FIRST_BACKOFF = 2.0
 _LONGEST_BACKOFF = 60.0
 _ROSTER_PATIENCE = 30.0
@@ -151,7 +153,7 @@ class EngineFleet:
         return report
 
     async def _push_until_one_has_it(self, version: int, step: int, check: Callable[[], None]) -> UpdateReport:
-        began, pause, told = time.monotonic(), _POLL_SECONDS, ""
+        began, pause, told = time.monotonic(), _POLL_SECONDS / 2, ""
         while True:
             engines = await self.engines()
             await self._updater.keep(engines)
@@ -166,8 +168,9 @@ class EngineFleet:
                 self._journal.write("notice", step, {}, text)
             if time.monotonic() - began > self._settings.engines_timeout:
                 raise await self._no_engine(time.monotonic() - began, report.failed)
+            # Where there is no engine, nobody is bothered by a look.
+            pause = min(2 * pause, _LONGEST_PAUSE) if engines else _POLL_SECONDS
             await asyncio.sleep(pause)
-            pause = min(2 * pause, 10.0)
 
     async def catch_up_forever(self) -> None:
         """Brings late joiners up until cancelled."""
