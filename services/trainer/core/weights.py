@@ -86,7 +86,7 @@ class WeightUpdater:
         self._checksums: dict[tuple, asyncio.Task] = {}
         place = (settings.run_id, settings.address, settings.free_port)
         self._groups = GroupTable(self._rank, setup, settings.group_size, place)
-        self._telling: set[asyncio.Task] = set()
+        self._background: set[asyncio.Task] = set()
         self._slow: set[str] = set()
         """Engines that were too slow for the last update that they were in."""
         self._files = files or FileTransport(None, None)
@@ -327,7 +327,7 @@ class WeightUpdater:
         done = update.report.committed
         members = [engine for group in groups for engine in group.members if engine.engine_id not in done]
         told = self._abort(update.epoch, members, why)
-        leaving = asyncio.create_task(self._leave_quietly(groups))
+        leaving = self._in_background(self._leave_quietly(groups))
         await asyncio.wait([leaving, *told], timeout=_TELL_SECONDS)
 
     async def _leave_quietly(self, groups: Sequence[Group]) -> None:
@@ -339,11 +339,13 @@ class WeightUpdater:
 
     def _abort(self, epoch: int, engines: Sequence[EngineView], why: str) -> list[asyncio.Task]:
         """Tells engines, in the background: one that cannot be told gives the update up by its own deadline."""
-        tasks = [asyncio.create_task(self._abort_one(engine, epoch, why)) for engine in engines]
-        self._telling.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._telling.discard)
-        return tasks
+        return [self._in_background(self._abort_one(engine, epoch, why)) for engine in engines]
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     async def _abort_one(self, engine: EngineView, epoch: int, why: str) -> None:
         with contextlib.suppress(ServiceError):
