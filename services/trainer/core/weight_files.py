@@ -118,7 +118,9 @@ class VersionFiles:
         """The task that writes a version, or has written it."""
         if self._writing is None or self._writing[0] != version:
             self._held.clear()
-            self._writing = version, asyncio.create_task(self._write(version), name=f"files of version {version}")
+            task = asyncio.create_task(self._write(version), name=f"files of version {version}")
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to whoever waits for it
+            self._writing = version, task
         return self._writing[1]
 
     async def _write(self, version: int) -> WriteResult:
