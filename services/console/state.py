@@ -12,6 +12,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from services.common.files import write_whole
+
 DEFAULT_STATE_DIR = ".tetrarch"
 
 
@@ -69,9 +71,7 @@ class StateDir:
     def write(self, running: Running) -> None:
         """Tells others what runs here; only for the holder."""
         assert self._lock is not None, "acquire() comes first"
-        part = self.path / "up.json.part"
-        part.write_text(json.dumps(asdict(running), indent=2) + "\n")
-        part.replace(self.path / "up.json")
+        write_whole(self.path / "up.json", json.dumps(asdict(running), indent=2) + "\n")
 
     def running(self) -> Running | None:
         """The live supervisor of this directory, or None."""

@@ -315,7 +315,8 @@ def run() -> NoReturn:
         code = exit_code(error)
         if code is None:
             raise
-        _fail(str(error), code)
+        named = isinstance(error, OSError)
+        _fail(f"{error.filename}: {error.strerror}." if named else str(error), code)
     raise SystemExit(0)
 
 
@@ -329,7 +330,9 @@ def exit_code(error: Exception) -> int | None:
         return 2
     if isinstance(error, ServiceError):
         return 2 if error.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.ALREADY_EXISTS) else 1
-    return 1 if isinstance(error, TierFailed) else None
+    # A file that cannot be written or read: the user's disk or rights.
+    named = isinstance(error, OSError) and error.filename
+    return 1 if named or isinstance(error, TierFailed) else None
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -13,6 +13,7 @@ from rich.table import Table
 from tetrarch.buffer.v1 import run_pb2
 from tetrarch.trainer.v1 import trainer_service_pb2 as trainer_pb
 
+from services.common.files import write_whole
 from services.common.run_spec import RunSpec
 from services.common.settings import SettingsError
 from services.console.adapters.clients import Clients
@@ -125,9 +126,7 @@ async def _set_others_aside(clients: Clients, run_id: str, console: Console) -> 
 
 def _store(spec: RunSpec) -> None:
     """Keeps the resolved form with the run."""
-    directory = Path(spec.directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "run.yaml").write_text(to_yaml(spec), encoding="utf-8")
+    write_whole(Path(spec.directory) / "run.yaml", to_yaml(spec))
 
 
 async def _follow(clients: Clients, spec: RunSpec, options: TrainOptions, place: Place, console: Console) -> int:
