@@ -152,7 +152,7 @@ class ScriptedEngine:
         return EngineInfo("scripted", "", "2.13", "", ("gloo",), {}, 64, 64, rank_count=1, max_running=8)
 
     async def generate(self, request, timeout):
-        raise NotImplementedError
+        raise AssertionError("histories have no requests")
 
     async def pause(self, mode: str) -> None:
         await self._set("paused", True)
