@@ -54,7 +54,11 @@ class HostsWorld(World):
         self.network = Network(self.hosts())
         self.network.open()
         places = {name: self.network.address(host) for name, host in PLACES.items()}
-        super().__init__(spec, replace(layout, ports=HostPorts(hosts=places)), fault_dir)
+        try:
+            super().__init__(spec, replace(layout, ports=HostPorts(hosts=places)), fault_dir)
+        except BaseException:
+            self.network.close()
+            raise
 
     def hosts(self) -> tuple[str, ...]:
         """Names of all hosts."""

@@ -1,104 +1,17 @@
-"""Disks that are full, under a whole run: it says which and where, keeps the last good checkpoint, and goes on."""
+"""What a tier writes on a full disk: it holds up nobody, and what is lost of it is said. Whole runs: `test_network`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
-from benchmarks.recovery import disks
-from benchmarks.recovery.ledger import Ledger
-from benchmarks.recovery.world import Shape, world
 from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess
 from services.trainer.adapters.journal import FILE_NAME, RunJournal
 from services.trainer.core.progress import Progress
-from tests.support.engine import write_checkpoint
 from tests.support.small_disk import disk_at
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-FULL_SECONDS = 2.0
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def made(tmp_path_factory):
-    """A run on small disks, some steps old."""
-    directory = tmp_path_factory.mktemp("disks")
-    try:
-        async with world(directory, Shape(where=disks.NAME), write_checkpoint(directory / "model")) as found:
-            yield found
-    except RuntimeError as error:
-        pytest.skip(f"a small disk cannot be mounted here: {error}")
-
-
-async def latest(made: disks.DisksWorld) -> Path:
-    """The checkpoint that `latest` names, which must be complete."""
-    root = made.disks["checkpoints"].path
-    named = root / (await asyncio.to_thread((root / "latest").read_text)).strip()
-    assert await asyncio.to_thread((named / "metadata.json").exists)
-    return named
-
-
-async def goes_on(made: disks.DisksWorld, at: float) -> None:
-    """Steps and a checkpoint after a moment."""
-    await made.until(lambda: len(made.history.since(at, "step")) >= 2, 40, "steps")
-    await made.until(lambda: made.history.since(at, "checkpoint"), 40, "a checkpoint")
-
-
-async def test_the_disk_of_the_checkpoints(made):
-    disk = made.disks["checkpoints"]
-    await asyncio.to_thread(disk.fill)
-    at = time.time()
-    said = await made.until(lambda: made.history.since(at, "notice"), 40, "a sentence")
-    assert "goes on without a checkpoint" in said[0]["message"]
-    assert str(disk.path) in said[0]["message"]
-    assert (await made.run()).checkpoint_step + 1 == int((await latest(made)).name.removeprefix("step_"))
-    await made.until(lambda: len(made.history.since(said[0]["time"], "step")) >= 3, 40, "steps with a full disk")
-    assert not [path for path in await asyncio.to_thread(lambda: list(disk.path.glob(".step_*"))) if path.is_file()]
-    await asyncio.to_thread(disk.make_room)
-    await goes_on(made, time.time())
-    await latest(made)
-
-
-async def test_the_disk_of_the_store(made):
-    disk = made.disks["store"]
-    await asyncio.to_thread(disk.fill)
-    at = time.time()
-    await made.until(lambda: made.wrote("trainer", at, "takes no writes"), 40, "a sentence")
-    node = await made.until(made.node, 10, "the node")
-    assert node.problem == "" or str(disk.path) in node.problem
-    await asyncio.sleep(FULL_SECONDS)
-    assert (await made.run()).reason == "", "the run waits"
-    await asyncio.to_thread(disk.make_room)
-    await goes_on(made, time.time())
-
-
-async def test_the_disk_of_the_history(made):
-    disk = made.disks["history"]
-    await asyncio.to_thread(disk.fill)
-    at = time.time()
-    await made.until(lambda: made.wrote("trainer", at, "cannot be written (No space left on device)"), 40, "a sentence")
-    committed = (await made.run()).committed_step
-
-    async def further() -> bool:
-        return (await made.run()).committed_step >= committed + 3
-
-    await made.until(further, 40, "steps that cannot be written down")
-    await asyncio.to_thread(disk.make_room)
-    await goes_on(made, time.time())
-    steps = [entry["step"] for entry in made.history.read() if entry["kind"] == "step"]
-    assert steps == list(range(len(steps))), "no line is missing"
-
-
-async def test_nothing_was_lost_and_nothing_trained_twice(made):
-    verdict = await Ledger(made).close()
-    assert (verdict.lost, verdict.doubled, verdict.faults) == (0, 0, ())
-    assert all(made.supervisor.pid(name) for name in made.lines), "nobody died of it"
-    assert not made.notes
 
 
 async def test_a_log_on_a_full_disk_holds_up_nobody(tmp_path):
