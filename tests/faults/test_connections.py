@@ -12,6 +12,8 @@ import pytest_asyncio
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.buffer.v1 import buffer_service_pb2_grpc
 
+from services.buffer.adapters import redis_address
+from services.buffer.adapters.redis_connection import Connection
 from services.common import channel as channels
 from services.common.channel import open_channel
 from services.common.convert import prompt_from_proto
@@ -160,6 +162,28 @@ async def test_a_silent_peer_is_found_without_any_call(run, link, monkeypatch):
             await _read_all(watch)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert time.monotonic() - began < 6
+
+
+async def test_a_store_that_is_silent_has_a_deadline_and_is_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(redis_address, "_CALL_SECONDS", 0.5)
+    store = ValkeyProcess(tmp_path / "store").start()
+    try:
+        async with TcpProxy(f"127.0.0.1:{store.port}") as link:
+            connection = Connection(f"redis://{link.address}")
+            await connection.ping()
+            link.cut()
+            await connection.ping()
+            link.stall()
+            began = time.monotonic()
+            with pytest.raises(ServiceError, match=f"The store at {link.address} does not answer") as caught:
+                await connection.ping()
+            assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "STORE_UNAVAILABLE")
+            assert time.monotonic() - began < 3
+            link.mend()
+            await connection.ping()
+            await connection.close()
+    finally:
+        store.stop()
 
 
 async def _read_all(call) -> None:
