@@ -81,9 +81,6 @@ class SGLangEngine:
         self._client = HttpClient(url, f"The {facts.kind} engine")
         self._receivers = SGLangStaging(self._client, facts.receiver, facts.rank_count) if facts.receiver else None
         self.staging: SGLangStaging | None = None
-        self._attaching = asyncio.Lock()
-        self._quick = False
-        """The receiver's checksums were found equal to SGLang's."""
         self._limits: RequestLimits | None = None
         self._paused = ""
         self._groups: set[str] = set()
@@ -129,14 +126,10 @@ class SGLangEngine:
             rank_count=self._facts.rank_count,
             max_running=_max_running(said),
         )
-        first = self._limits is None and on_gpu and bool(self.checksum_algorithm)
-        told = await self._ask_checksums(COMPILE_SECONDS) if first else {}  # now, not while the first update waits
-        if self._receivers is not None:
-            async with self._attaching:
-                if self.staging is None:
-                    await self._attach(self._receivers)
-                if first and self.staging is not None:
-                    self._quick = await self._agrees(self.staging, told)
+        if self._limits is None and on_gpu and self.checksum_algorithm:
+            await self._ask_checksums(COMPILE_SECONDS)  # now, not while the first update waits
+        if self._receivers is not None and self.staging is None:
+            await self._attach(self._receivers)
         self._limits = info.limits
         return info
 
@@ -152,18 +145,6 @@ class SGLangEngine:
             log.warning("engine cannot stage weights", url=self.url, why=str(error))
             return
         self.staging = receivers
-
-    async def _agrees(self, receivers: SGLangStaging, told: Mapping[str, str]) -> bool:
-        """Whether the receiver gives the same checksums as SGLang: it takes a fraction of the time, standing still."""
-        try:
-            held = await receivers.checksums(COMPILE_SECONDS)
-        except ServiceError as error:
-            log.warning("checksums take longer: the receiver has none", url=self.url, why=str(error))
-            return False
-        other = sorted(name for name, value in told.items() if held.get(name) != value)
-        if other:
-            log.warning("checksums take longer: the receiver's are others", url=self.url, first=other[0])
-        return not other
 
     async def generate(self, request: GenerationRequest, timeout: float) -> list[Generation]:
         if self._limits is None:
@@ -285,8 +266,6 @@ class SGLangEngine:
             raise ServiceError(Code.FAILED_PRECONDITION, "ENGINE_REFUSED", "It is not a member of that group.")
 
     async def checksums(self) -> dict[str, str]:
-        if self._quick and self.staging is not None and self._paused:
-            return await self.staging.checksums(CONTROL_SECONDS)
         return await self._ask_checksums(CONTROL_SECONDS)
 
     async def _ask_checksums(self, timeout: float) -> dict[str, str]:
@@ -311,7 +290,7 @@ class SGLangEngine:
         own = await asyncio.to_thread(tensor_headers, self._facts.model_path)
         tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
         held, multiple = list(await self.checksums()), self._facts.vocabulary_multiple
-        rules = sglang_rules.checksum_rules(held, specs, own, tied=tied, vocabulary_multiple=multiple)
+        rules = sglang_rules.checksum_rules(held, specs, tied=tied, vocabulary_multiple=multiple)
         sglang_rules.check_shapes(specs, own)
         if dtype != "auto":
             sglang_rules.check_dtypes(specs, dtype, own, self.url)

@@ -78,12 +78,6 @@ class SGLangStaging:
         answers = await self._ask_all("result", timeout)
         return answers[0]["how"]
 
-    async def checksums(self, timeout: float) -> dict[str, str]:
-        """What the model of an engine of one rank holds, while it stands still. Raises ServiceError where the engine's
-        rank cannot tell."""
-        (answer,) = await self._ask_all("held", timeout)
-        return answer["checksums"]
-
     async def alive(self, timeout: float) -> bool:
         """True when every rank's process answers; never raises."""
         try:

@@ -96,7 +96,6 @@ class Receiver:
             "drop": self._drop,
             "arm": self._arm,
             "result": self._take_result,
-            "held": self._held,
         }
 
     def start(self) -> None:
@@ -219,15 +218,6 @@ class Receiver:
 
     def _before_bucket(self, index: int) -> None:
         fault_points.reach("engine.bucket", engine=self._engine_id, bucket=str(index))
-
-    def _held(self, _request: dict[str, Any]) -> dict[str, Any]:
-        """Checksums of the model, which must stand still meanwhile."""
-        from services.rollout.receiver.held import held_checksums
-
-        try:
-            return {"checksums": self._get_parts()[1].beside(lambda: held_checksums(self._model))}
-        except RuntimeError as error:
-            raise Refused("NO_CHECKSUMS", str(error)) from error
 
     def _leave(self, request: dict[str, Any]) -> dict[str, Any]:
         """Also ends what is received over the group; answers when that has come to its end."""

@@ -13,17 +13,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _SPARE_BYTES = {"cuda": 512 * 2**20, "cpu": 256 * 2**20}
 """Left free beside the staging memory, for what the engine takes as it serves."""
-
-_T = TypeVar("_T")
 
 Bucket = list[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each tensor in a bucket, in order."""
@@ -54,7 +52,6 @@ class Staging:
         self._device = device
         self._plan: list[Bucket] = []
         self._copies: _Copies | None = None
-        self._stream: torch.cuda.Stream | None = None
         self.buffers: list[torch.Tensor] = []
 
     def reserve(self, plan: list[Bucket]) -> None:
@@ -116,15 +113,6 @@ class Staging:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the next transfer may overwrite the buffers
         return how, time.perf_counter() - begun
-
-    def beside(self, work: Callable[[], _T]) -> _T:
-        """Runs work on a stream that is nobody else's."""
-        if self._device.type != "cuda":
-            return work()
-        torch.cuda.set_device(self._device)
-        self._stream = self._stream or torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            return work()
 
 
 class _Notes(TorchDispatchMode):
