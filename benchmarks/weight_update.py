@@ -86,7 +86,12 @@ async def one_update(world: World, version: int, count: int) -> tuple[dict[str, 
         seconds = time.monotonic() - began
     if report.failed:
         raise SystemExit(f"Update {version} failed: {report.failed}")
-    return report.seconds | {"stage": staged, "pause": report.pause_seconds, "total": seconds}, report
+    return report.seconds | {
+        "wire": report.wire_seconds,
+        "stage": staged,
+        "pause": report.pause_seconds,
+        "total": seconds,
+    }, report
 
 
 @asynccontextmanager
@@ -184,6 +189,7 @@ def figures_of(measured: Measured, bars: dict[str, str]) -> list[Figure]:
         "of it: prepare": (measured.median("prepare"), "s"),
         "of it: checksums": (measured.median("checksums"), "s"),
         "of it: transfer": (transfer, "s"),
+        "of it: transfer, as the engines saw it": (measured.median("wire"), "s"),
         "of it: commit": (measured.median("commit"), "s"),
         "generation paused": (measured.median("pause"), "s"),
         "transfer rate": (size / transfer / 1e9, "GB/s"),

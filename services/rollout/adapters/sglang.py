@@ -81,6 +81,7 @@ class SGLangEngine:
         self._client = HttpClient(url, f"The {facts.kind} engine")
         self._receivers = SGLangStaging(self._client, facts.receiver, facts.rank_count) if facts.receiver else None
         self.staging: SGLangStaging | None = None
+        self._attaching = asyncio.Lock()
         self._limits: RequestLimits | None = None
         self._paused = ""
         self._groups: set[str] = set()
@@ -128,8 +129,10 @@ class SGLangEngine:
         )
         if self._limits is None and on_gpu and self.checksum_algorithm:
             await self._ask_checksums(COMPILE_SECONDS)  # now, not while the first update waits
-        if self._receivers is not None and self.staging is None:
-            await self._attach(self._receivers)
+        if self._receivers is not None:
+            async with self._attaching:
+                if self.staging is None:
+                    await self._attach(self._receivers)
         self._limits = info.limits
         return info
 
