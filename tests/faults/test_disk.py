@@ -11,6 +11,7 @@ from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess
 from services.trainer.adapters.journal import FILE_NAME, RunJournal
 from services.trainer.core.progress import Progress
+from tests.support.engine import write_checkpoint
 from tests.support.small_disk import disk_at
 
 
@@ -54,3 +55,28 @@ async def test_history_waits_for_room(tmp_path):
         lines = [json.loads(line) for line in (disk.path / "run" / FILE_NAME).read_text().splitlines()]
         assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(201))
         assert [line["event"] for line in lines] == list(range(1, 203))
+
+
+async def test_an_export_that_finds_no_room_leaves_nothing_behind(tmp_path):
+    import torch
+
+    from services.trainer.core.buckets import TensorSpec, plan_buckets
+    from services.trainer.ranks.export import write_export
+
+    model = write_checkpoint(tmp_path / "model")
+    weights = {"a": torch.ones(4, 1 << 16), "b": torch.zeros(4)}
+    specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()]
+    with disk_at(tmp_path / "disk", 4 << 20) as disk:
+
+        def export() -> None:
+            write_export(iter(weights.items()), plan_buckets(specs, 1 << 30), model, disk.path / "hf")
+
+        export()
+        disk.fill()
+        with pytest.raises(ServiceError, match=r"disk/hf could not be written .*No space left on device") as caught:
+            export()
+        assert caught.value.reason == "EXPORT_FAILED"
+        assert sorted(path.name for path in disk.path.iterdir()) == [".filler", "hf"]
+        assert (disk.path / "hf" / "model.safetensors").stat().st_size > 1 << 20
+        disk.make_room()
+        export()

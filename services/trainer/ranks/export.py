@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from services.trainer.core.buckets import plan_buckets
+from services.common.errors import Code, ServiceError
+from services.trainer.core.buckets import BucketPlan, plan_buckets
 from services.trainer.ranks.model.hf_config import HfConfig
 from services.trainer.ranks.model.hf_weights import gather_weights, list_weights
 
@@ -32,7 +35,7 @@ def export_hf(model: torch.nn.Module, hf: HfConfig, source: str | Path, target: 
     if parallel_state.get_data_parallel_rank() == 0:
         tensors = gather_weights(model, hf)
         if dist.get_rank() == 0:
-            _write(tensors, plan, Path(source), Path(target))
+            write_export(tensors, plan, Path(source), Path(target))
         else:
             for _ in tensors:
                 pass
@@ -40,8 +43,25 @@ def export_hf(model: torch.nn.Module, hf: HfConfig, source: str | Path, target: 
     return plan.total_bytes
 
 
-def _write(tensors, plan, source: Path, target: Path) -> None:
+def write_export(tensors: Iterator[tuple[str, torch.Tensor]], plan: BucketPlan, source: Path, target: Path) -> None:
+    """Writes beside `target`, then takes its place. Raises EXPORT_FAILED when the disk refuses it; nothing is left of
+    it then, and what was in that place stays."""
     scratch = target.with_name(f".{target.name}.writing")
+    try:
+        _write(tensors, plan, source, scratch)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.rename(target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise ServiceError(
+            Code.RESOURCE_EXHAUSTED,
+            "EXPORT_FAILED",
+            f"The Hugging Face checkpoint {target} could not be written ({error}); make room on that disk.",
+            path=target,
+        ) from error
+
+
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], plan: BucketPlan, source: Path, scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     for file in source.iterdir():
@@ -65,5 +85,3 @@ def _write(tensors, plan, source: Path, target: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     (scratch / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
-    scratch.rename(target)
