@@ -44,7 +44,7 @@ class Network:
     def __init__(self, hosts: Sequence[str] = ("a", "b")) -> None:
         self.hosts = tuple(hosts)
         self._number = next(_counter)
-        self._short = f"t{os.getpid():x}{self._number:x}"  # names of interfaces have 15 characters at most
+        self._short = f"t{os.getpid():x}-{self._number:x}"  # names of interfaces have 15 characters at most
         self._subnet = ""
 
     def __enter__(self) -> Network:
@@ -185,7 +185,7 @@ def _sweep() -> None:
             _remove_namespace(match[1])
     for path in Path("/sys/class/net").iterdir():
         # A bridge outlives its ports.
-        match = re.fullmatch(r"t([0-9a-f]{2,7})[0-9a-f]b", path.name)
+        match = re.fullmatch(r"t([0-9a-f]+)-[0-9a-f]+b", path.name)
         if match and not Path(f"/proc/{int(match[1], 16)}").exists() and (path / "bridge").exists():
             with contextlib.suppress(RuntimeError):
                 _ip("link", "del", path.name)
