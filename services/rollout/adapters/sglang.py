@@ -293,7 +293,7 @@ class SGLangEngine:
         own = await asyncio.to_thread(tensor_headers, self._facts.model_path)
         tied = bool(model_config(self._facts.model_path).get("tie_word_embeddings"))
         held, multiple = list(await self.checksums()), self._facts.vocabulary_multiple
-        rules = sglang_rules.checksum_rules(held, specs, tied=tied, vocabulary_multiple=multiple)
+        rules = sglang_rules.checksum_rules(held, specs, own, tied=tied, vocabulary_multiple=multiple)
         sglang_rules.check_shapes(specs, own)
         if dtype != "auto":
             sglang_rules.check_dtypes(specs, dtype, own, self.url)
