@@ -18,8 +18,8 @@ from tests.support.embedded import Embedded, embedded_tiers_up
 SECONDS = 120.0
 SLOW = {
     "rollout": {
-        "num_rollout": 5,
-        "simulated": {"tokens_per_second": 30.0, "mean_response_len": 1e6, "tokens_follow": "weights"},
+        "num_rollout": 4,
+        "simulated": {"tokens_per_second": 60.0, "mean_response_len": 1e6, "tokens_follow": "weights"},
     }
 }
 
