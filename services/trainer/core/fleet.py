@@ -91,7 +91,8 @@ class EngineFleet:
         return [engine for node in await self.nodes() for engine in node.engines if engine.joinable]
 
     async def wait_for_engines(self, check: Callable[[], None]) -> list[EngineView]:
-        """Engines as soon as all are up, or some of them for long enough. `check` may raise to end the wait.
+        """Engines as soon as all are up, or one that served an earlier trainer, or some of them for long enough.
+        `check` may raise to end the wait.
 
         Raises:
             ServiceError: NO_ENGINE with what the nodes say of themselves.
@@ -103,7 +104,8 @@ class EngineFleet:
             now = time.monotonic()
             if engines:
                 first = first or now
-                if len(engines) >= self._settings.engine_count or now - first > _ROSTER_PATIENCE:
+                served = any(engine.weight_version for engine in engines)
+                if served or len(engines) >= self._settings.engine_count or now - first > _ROSTER_PATIENCE:
                     return engines
             elif now - began > self._settings.engines_timeout:
                 raise await self._no_engine(now - began)

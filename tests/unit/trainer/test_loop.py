@@ -164,6 +164,17 @@ async def test_no_engine_is_named_with_what_the_nodes_say(tmp_path):
     assert len(told) == 1, "the user sees the cause while the run waits, once"
 
 
+async def test_a_trainer_that_starts_again_waits_for_no_engine_while_another_serves(tmp_path):
+    world = World(make_spec(tmp_path, rollout={"rollout_num_gpus": 2}))
+    await train(world)
+    del world.engines["n-1"]  # it restarts
+    world.state = "ACTIVE"
+    world.spec = make_spec(tmp_path, steps=6, rollout={"rollout_num_gpus": 2})
+    async with asyncio.timeout(5):
+        await train(world)
+    assert world.committed == 5
+
+
 async def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     world = World(make_spec(tmp_path, trainer={"save_interval": 2}))
     await train(world)
