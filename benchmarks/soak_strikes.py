@@ -23,15 +23,15 @@ from benchmarks.soak_world import World, kill
 ANY = "any time"
 _STARTING = "starting again"
 _SHARES = {
-    "engine": 12,
+    "engine": 13,
     "router": 2,
     "node": 2,
     "reward": 3,
-    "reward worker": 2,
+    "reward worker": 3,
     "buffer": 5,
     "store": 4,
-    "trainer": 6,
-    "rank": 4,
+    "trainer": 5,
+    "rank": 3,
 }
 """Cards of each tier in a deck of 40."""
 TIERS = tuple(_SHARES)
