@@ -76,7 +76,8 @@ class WeightServiceServicer:
     def PrepareUpdate(self, request, context):
         """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
         An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
-        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
+        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT,
+        PLAN_MISMATCH, TENSORS_MISSING, SHAPE_MISMATCH, DTYPE_MISMATCH (name the tensor).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +85,8 @@ class WeightServiceServicer:
 
     def TransferWeights(self, request, context):
         """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
-        Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
+        Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now). From files, with the
+        engine untouched: FILES_MISSING, FILES_CORRUPT, FILES_NOT_WRITTEN (no room for the node's copy), BASE_MISMATCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,11 +43,13 @@ class WeightServiceStub:
     PrepareUpdate: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.PrepareUpdateRequest, _weight_service_pb2.PrepareUpdateResponse]
     """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
     An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
-    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
+    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT,
+    PLAN_MISMATCH, TENSORS_MISSING, SHAPE_MISMATCH, DTYPE_MISMATCH (name the tensor).
     """
     TransferWeights: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.TransferWeightsRequest, _weight_service_pb2.TransferWeightsResponse]
     """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
-    Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
+    Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now). From files, with the
+    engine untouched: FILES_MISSING, FILES_CORRUPT, FILES_NOT_WRITTEN (no room for the node's copy), BASE_MISMATCH.
     """
     CommitUpdate: _grpc.UnaryUnaryMultiCallable[_weight_service_pb2.CommitUpdateRequest, _weight_service_pb2.CommitUpdateResponse]
     """Activates what was staged and compares checksums of what the engine now holds; on a match the version becomes visible and
@@ -73,11 +75,13 @@ class WeightServiceAsyncStub(WeightServiceStub):
     PrepareUpdate: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.PrepareUpdateRequest, _weight_service_pb2.PrepareUpdateResponse]  # type: ignore[assignment]
     """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
     An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
-    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
+    Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT,
+    PLAN_MISMATCH, TENSORS_MISSING, SHAPE_MISMATCH, DTYPE_MISMATCH (name the tensor).
     """
     TransferWeights: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.TransferWeightsRequest, _weight_service_pb2.TransferWeightsResponse]  # type: ignore[assignment]
     """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
-    Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
+    Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now). From files, with the
+    engine untouched: FILES_MISSING, FILES_CORRUPT, FILES_NOT_WRITTEN (no room for the node's copy), BASE_MISMATCH.
     """
     CommitUpdate: _aio.UnaryUnaryMultiCallable[_weight_service_pb2.CommitUpdateRequest, _weight_service_pb2.CommitUpdateResponse]  # type: ignore[assignment]
     """Activates what was staged and compares checksums of what the engine now holds; on a match the version becomes visible and
@@ -106,7 +110,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_weight_service_pb2.PrepareUpdateResponse, _abc.Awaitable[_weight_service_pb2.PrepareUpdateResponse]]:
         """Fences older epochs, joins the weight group and returns how the engine will verify what arrives.
         An engine that is in the named group already joins nothing; one that has left it answers GROUP_LEFT.
-        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT.
+        Blocks until the collective is joined. Errors: INCOMPATIBLE (names both sides' versions), GROUP_LEFT,
+        PLAN_MISMATCH, TENSORS_MISSING, SHAPE_MISMATCH, DTYPE_MISMATCH (name the tensor).
         """
 
     @_abc_1.abstractmethod
@@ -116,7 +121,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weight_service_pb2.TransferWeightsResponse, _abc.Awaitable[_weight_service_pb2.TransferWeightsResponse]]:
         """Receives every bucket of the plan, in order, from where Prepare said. Blocks until the last one is there.
-        Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now).
+        Errors: TRANSFER_FAILED (an engine that stages keeps its version, any other is STALE now). From files, with the
+        engine untouched: FILES_MISSING, FILES_CORRUPT, FILES_NOT_WRITTEN (no room for the node's copy), BASE_MISMATCH.
         """
 
     @_abc_1.abstractmethod
