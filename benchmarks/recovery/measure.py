@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,7 +24,8 @@ from benchmarks.recovery.world import POLL_SECONDS, SAVE_INTERVAL, Shape, Stuck,
 RATE = 0.9
 CALM_SECONDS = 120.0
 RECOVER_SECONDS = 150.0
-_BASELINE_WINDOWS = 4
+_FIRST, _BETWEEN, _REMEMBERED = 16, 2, 60
+"""Undisturbed windows at first, and between two strikes; and of how many the median is taken."""
 _PATIENCE_SECONDS = 30.0
 
 
@@ -119,29 +121,28 @@ class Measured:
     def __init__(self, world: World) -> None:
         self.world = world
         self.ledger = Ledger(world)
-        self._calm_since = 0.0
+        self._calm: deque[float] = deque(maxlen=_REMEMBERED)
+        """Mean step seconds of the last undisturbed windows."""
 
     def _ends(self) -> list[float]:
         return [entry["time"] for entry in self.world.history.read() if entry["kind"] == "step"]
 
     async def calm(self) -> float:
-        """Waits until everything runs and enough undisturbed steps are done; → their median seconds."""
+        """Waits until everything runs and some undisturbed steps are done; → the median seconds of those lately."""
         world = self.world
-        began = time.time()
 
         async def well() -> bool:
             return all([await world.healthy(name) for name in world.lines]) and await world.serving()
 
         await world.until(well, CALM_SECONDS, "all well")
-        self._calm_since = time.time()
-        wanted = SAVE_INTERVAL + _BASELINE_WINDOWS
+        since, count = time.time(), SAVE_INTERVAL + (_BETWEEN if self._calm else _FIRST)
 
         def enough() -> list[float] | None:
-            ends = [end for end in self._ends() if end >= self._calm_since]
-            return ends if len(ends) >= wanted else None
+            ends = [end for end in self._ends() if end >= since]
+            return ends if len(ends) >= count else None
 
-        ends = await world.until(enough, CALM_SECONDS, f"{wanted} undisturbed steps since {began:.0f}")
-        return statistics.median(window_rates(ends))
+        self._calm.extend(window_rates(await world.until(enough, CALM_SECONDS, f"{count} undisturbed steps")))
+        return statistics.median(self._calm)
 
     async def repeat(self, row: Row, median: float | None) -> Repetition:
         """One strike, watched to the end; without a `median` the rate is not waited for. Raises Stuck."""
@@ -163,7 +164,8 @@ class Measured:
             if median and "steady" not in seen:
                 waited = time.time() - seen.get("back", time.time())
                 if waited > _PATIENCE_SECONDS:
-                    median = max(median, await self.calm())  # is it the machine that has become slower?
+                    self._calm.clear()  # is it the machine that has become slower?
+                    median = max(median, await self.calm())
                 if (steady := steady_after(self._ends(), struck.at, median)) is not None:
                     seen["steady"] = steady
             await asyncio.sleep(POLL_SECONDS)
@@ -206,10 +208,8 @@ class Measured:
 async def measure(measured: Measured, row: Row, repetitions: int, say: Callable[[str], None]) -> RowResult:
     """A whole row. Raises Stuck."""
     done: list[Repetition] = []
-    medians: list[float] = []
     for number in itertools.count(1):
-        medians.append(await measured.calm())
-        one = await measured.repeat(row, statistics.median(medians))
+        one = await measured.repeat(row, await measured.calm())
         done.append(one)
         say(
             f"{row.name} {number}/{repetitions}: detected {one.detect_seconds:.2f} s, full rate"
