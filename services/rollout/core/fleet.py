@@ -56,6 +56,8 @@ class EngineSlot:
     info: EngineInfo | None = None
     process: ManagedProcess | None = None
     problem: str = ""
+    served: bool = False
+    """This process has served a verified version."""
     condemned: str = ""
     """Why the process is to be replaced although it runs."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +66,7 @@ class EngineSlot:
     def see(self, event: EngineEvent) -> None:
         """Moves the state machine."""
         before, self.state = self.state, next_state(self.state, event)
+        self.served |= event is EngineEvent.COMMITTED
         if before is not self.state:
             log.info("engine state", engine=self.engine_id, before=before.name, now=self.state.name, why=event.value)
 
@@ -71,7 +74,7 @@ class EngineSlot:
         """Forgets what only the process knew that filled this place before."""
         self.restart_count += 1
         self.incarnation = incarnation
-        self.version, self.condemned, self.info = 0, "", None
+        self.version, self.served, self.condemned, self.info = 0, False, "", None
         self.group, self.member, self.groups_left, self.rules = None, None, set(), None
         self.wake.clear()
 

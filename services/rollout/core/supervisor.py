@@ -26,9 +26,8 @@ log = get_logger(__name__)
 
 ENGINE_ID = "TETRARCH_ENGINE_ID"
 """Variable that tells an engine's process its id."""
-_MAX_BACKOFF = 30.0
-_STABLE_SECONDS = 60.0
-"""An engine that lived this long starts over with the shortest pause."""
+_FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 30.0
+"""An engine that has served starts over with the shortest pause, however often something strikes it."""
 _START_POLL = 0.25
 _LAST_WORDS_SECONDS = 0.2
 _RECHECK_SECONDS = 0.2
@@ -72,9 +71,8 @@ class Supervisor:
         await self._fleet.router.stop()
 
     async def _keep(self, slot: EngineSlot) -> None:
-        backoff = 0.5
+        backoff = _FIRST_BACKOFF
         while True:
-            born = time.monotonic()
             permanent = False
             try:
                 await self._launch(slot)
@@ -93,7 +91,7 @@ class Supervisor:
                 slot.problem = f"Engine {slot.engine_id} is dead: {why}{remedy}"
                 log.error("engine stays dead", engine=slot.engine_id, why=why)
                 return
-            backoff = 0.5 if time.monotonic() - born > _STABLE_SECONDS else backoff
+            backoff = _FIRST_BACKOFF if slot.served else backoff
             log.warning("engine restarts", engine=slot.engine_id, why=why, after_seconds=backoff)
             slot.problem = f"Engine {slot.engine_id} restarts: {why}"
             await asyncio.sleep(backoff)
