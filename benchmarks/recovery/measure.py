@@ -123,6 +123,7 @@ class Measured:
         self.ledger = Ledger(world)
         self._calm: deque[float] = deque(maxlen=_REMEMBERED)
         """Mean step seconds of the last undisturbed windows."""
+        self._well_since = time.time()
 
     def _ends(self) -> list[float]:
         return [entry["time"] for entry in self.world.history.read() if entry["kind"] == "step"]
@@ -134,8 +135,10 @@ class Measured:
         async def well() -> bool:
             return all([await world.healthy(name) for name in world.lines]) and await world.serving()
 
+        asked = time.time()
         await world.until(well, CALM_SECONDS, "all well")
-        since, count = time.time(), SAVE_INTERVAL + (_BETWEEN if self._calm else _FIRST)
+        since = self._well_since if time.time() - asked < 1.0 else time.time()
+        count = SAVE_INTERVAL + (_BETWEEN if self._calm else _FIRST)
 
         def enough() -> list[float] | None:
             ends = [end for end in self._ends() if end >= since]
@@ -169,6 +172,7 @@ class Measured:
                 if (steady := steady_after(self._ends(), struck.at, median)) is not None:
                     seen["steady"] = steady
             await asyncio.sleep(POLL_SECONDS)
+        self._well_since = max(seen["back"], struck.at + seen["steady"])
         after = await world.incarnations()
         restarted = sum(after.get(engine) != life for engine, life in lives.items())
         return Repetition(
