@@ -12,6 +12,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -44,6 +45,7 @@ async def run(rows: Sequence[Row], chosen: argparse.Namespace, directory: Path) 
     def say(text: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, soft_wrap=True)
 
+    rows = [replace(row, shape=replace(row.shape, engine=chosen.engine)) for row in rows]
     by_shape = sorted(rows, key=lambda row: str(row.shape))
     for number, (_, same) in enumerate(itertools.groupby(by_shape, key=lambda row: row.shape)):
         left = list(same)

@@ -156,10 +156,9 @@ def write_page(page: Path, path: Path) -> None:
     lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(cells(*row)) for row in rows)]
     table = "\n".join(f"| {line} |" for line in lines)
     struck = sum(len(entry["repetitions"]) for _, entry in rows)
-    drawn = sum(entry["drawn"] for _, entry in rows)
     fallen = "\n".join(f"- **falls short**: {text}" for text in misses(path)) or "- every bar is met"
     page.write_text(
-        f"{_HEAD}\n{table}\n\n{struck} strikes, {drawn} prompts drawn.\n\n{fallen}\n{_others(rows)}\n{_DEFINITIONS}\n"
+        f"{_HEAD}\n{table}\n\n{struck} strikes.\n\n{fallen}\n{_others(rows)}\n{_DEFINITIONS}\n"
         f"## Measured on\n\n{_machine(content)}\n"
     )
 
