@@ -103,7 +103,7 @@ async def soak(world: World, chosen: argparse.Namespace, say: Teller) -> Striker
         # Late after a long recovery: the next ones come closer, each still only after a step.
         due = sum(striker.kills.values()) * pace + chance.uniform(0.0, 0.6) * pace
         await asyncio.sleep(min(max(due - spent, 0.0), chosen.minutes * 60 - spent))
-        await world.steps_more(chance.choice((0, 0, 1, 2)), STANDSTILL_SECONDS)
+        await world.steps_more(chance.choice((0, 0, 0, 1, 2)), STANDSTILL_SECONDS)
         strike = await striker.strike()
         if strike is None:
             await asyncio.sleep(1.0)

@@ -72,7 +72,7 @@ _STOPPABLE = ("engine", "node", "reward", "buffer", "store", "trainer")
 _STOPPED_SHARE = 0.3
 """Share of the strikes at no named moment whose victim is stopped first."""
 _STOP_SECONDS = (2.0, 12.0)
-_MOMENT_SECONDS = 12.0
+_MOMENT_SECONDS = 10.0
 """Longest wait for a moment."""
 _SUPERVISED = {"store": "store", "buffer": "buffer", "reward": "reward", "node": "rollout", "trainer": "trainer"}
 
