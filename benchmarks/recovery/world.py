@@ -49,7 +49,7 @@ UPDATE_SECONDS = 20.0
 """Deadline of a weight update."""
 START_SECONDS = 180.0
 POLL_SECONDS = 0.03
-_SIMULATED = {"tokens_per_second": 25.0, "mean_response_len": 1e6, "response_len_spread": 0.0}
+_SIMULATED = {"tokens_per_second": 12.0, "mean_response_len": 1e6, "response_len_spread": 0.0}
 _TIMEOUT = aiohttp.ClientTimeout(total=1.0)
 
 
