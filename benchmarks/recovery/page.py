@@ -176,7 +176,7 @@ def _others(rows: list[tuple[str, dict[str, Any]]]) -> str:
 def _machine(content: dict[str, Any]) -> str:
     found, rows = content["machine"], [entry for _, entry in ordered(content)]
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
-    commits = ", ".join(sorted({entry["commit"] for entry in rows}))
+    commits = ", ".join(sorted({entry["commit"] for entry in rows} - {""}))
     steps = [one["undisturbed_step_seconds"] for entry in rows for one in entry["repetitions"]]
     loads = [entry["load_average"] for entry in rows if "load_average" in entry]
     text = (
