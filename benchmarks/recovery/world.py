@@ -123,6 +123,7 @@ class World:
         self._http: aiohttp.ClientSession | None = None
         self._channels: list[grpc.aio.Channel] = []
         self._router = ""
+        self._given_up: asyncio.Task | None = None
 
     def tiers(self, layout: Layout) -> list[list[Tier]]:
         """All processes, stage by stage."""
@@ -131,6 +132,7 @@ class World:
     async def start(self) -> None:
         """Starts the tiers and the run; returns when its first steps are done."""
         await self.supervisor.start()
+        self._given_up = asyncio.create_task(self.supervisor.wait_failed())
         addresses = self.ports.addresses
         self._channels = [open_channel(addresses[name], name) for name in ("buffer", "rollout", "trainer")]
         buffer, rollout, trainer = self._channels
@@ -144,6 +146,8 @@ class World:
 
     async def stop(self) -> None:
         """Ends everything; a run that is thrown away has nothing to finish."""
+        if self._given_up:
+            self._given_up.cancel()
         self.supervisor.hurry()
         await self.supervisor.stop()
         for channel in self._channels:
@@ -155,6 +159,8 @@ class World:
         """The first truth of a condition, plain or async. Raises Stuck."""
         deadline = time.monotonic() + seconds
         while True:
+            if self._given_up and self._given_up.done():
+                raise Stuck(f"{what}: the supervisor gave up: {self._given_up.result()}")
             found = condition()
             if asyncio.iscoroutine(found):
                 found = await found

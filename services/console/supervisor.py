@@ -49,7 +49,7 @@ class Patience:
     first_pause: float = 0.5
     longest_pause: float = 10.0
     restarts: int = 5
-    stable: float = 5.0
+    stable: float = 2.0
     poll: float = 0.1
 
 
