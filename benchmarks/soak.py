@@ -41,7 +41,7 @@ from examples.first_run.__main__ import Workspace
 from services.common.fault_points import VARIABLE
 
 BATCH, MAX_STALENESS, SAVE_INTERVAL, EVAL_INTERVAL = 32, 1, 3, 25
-START_SECONDS = 600.0
+START_SECONDS = 1200.0
 STANDSTILL_SECONDS = 240.0
 """Longest time without a step. A run that needs longer does not go on by itself."""
 SETTLE_SECONDS = 240.0
