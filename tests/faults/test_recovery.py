@@ -3,7 +3,7 @@ is lost and none was trained twice.
 
 The strikes are those of `benchmarks.recovery`, which measures what they cost; here the world is quicker and what is
 waited for is that everything works again. Other moments are struck in `test_versions`, `test_same_weights` (trainer,
-engines), `test_network`, `test_connections` and `test_disk`.
+engines), `test_buffer_restarts`, `test_network`, `test_connections` and `test_disk`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ STRUCK = (
     "router",
     "reward",
     "plugin",
-    "buffer",
     "buffer-commit",
     "buffer-put",
     "store",
-    "node-leases",
     "node-put",
     "trainer-after-checkpoint",
     "trainer-before-prepare",
