@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,7 +174,7 @@ class WeightUpdater:
                 if not done:
                     break
         finally:
-            await _cancel(waiting)
+            await _cancel(tasks)  # those that failed together with the first as well
         waited = time.monotonic() - update.began
         for task in waiting:
             group = groups.pop(tasks[task].name)
@@ -388,7 +388,7 @@ async def _all(*work: Awaitable | Coroutine) -> list:
         await _cancel(tasks)
 
 
-async def _cancel(tasks: Sequence[asyncio.Future] | set[asyncio.Future]) -> None:
+async def _cancel(tasks: Collection[asyncio.Future]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
