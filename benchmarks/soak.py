@@ -103,7 +103,8 @@ async def soak(world: World, chosen: argparse.Namespace, say: Teller) -> Striker
         # Late after a long recovery: the next ones come closer, each still only after a step.
         due = sum(striker.kills.values()) * pace + chance.uniform(0.0, 0.6) * pace
         await asyncio.sleep(min(max(due - spent, 0.0), chosen.minutes * 60 - spent))
-        await world.steps_more(chance.choice((0, 0, 0, 1, 2)), STANDSTILL_SECONDS)
+        if not await world.steps_more(chance.choice((0, 0, 0, 1, 2)), STANDSTILL_SECONDS):
+            raise Standstill(f"No step within {STANDSTILL_SECONDS:.0f} s, long after a strike; {await _state(world)}")
         strike = await striker.strike()
         if strike is None:
             await asyncio.sleep(1.0)

@@ -122,14 +122,13 @@ class Deck:
         self._moments: dict[str, deque[str]] = {tier: deque() for tier in TIERS}
 
     def draw(self, allowed: Callable[[str], bool]) -> Card | None:
-        """The first card whose tier is allowed now; None when there is none."""
-        if len(self._cards) < len(TIERS):
+        """The first card whose tier is allowed now; None when no tier is. Cards that must wait stay where they are."""
+        if not any(map(allowed, TIERS)):
+            return None
+        while (tier := next((card for card in self._cards if allowed(card)), None)) is None:
             cards = [tier for tier, share in _SHARES.items() for _ in range(share)]
             self._chance.shuffle(cards)
             self._cards.extend(cards)
-        tier = next((card for card in self._cards if allowed(card)), None)
-        if tier is None:
-            return None
         self._cards.remove(tier)
         if not self._moments[tier]:
             moments = list(_MOMENTS[tier])

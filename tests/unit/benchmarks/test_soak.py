@@ -142,3 +142,9 @@ def test_a_deck_deals_every_tier_and_repeats_with_its_seed():
     assert by_tier["engine"] >= 10
     assert Deck(random.Random(7)).draw(lambda tier: tier == "rank").tier == "rank"
     assert Deck(random.Random(7)).draw(lambda _: False) is None
+
+
+def test_a_tier_that_must_wait_keeps_no_other_from_its_turn():
+    deck = Deck(random.Random(7))
+    assert "engine" not in {deck.draw(lambda tier: tier != "engine").tier for _ in range(100)}
+    assert {deck.draw(lambda tier: tier == "engine").tier for _ in range(30)} == {"engine"}
