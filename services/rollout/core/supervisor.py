@@ -31,8 +31,10 @@ _FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 30.0
 _START_POLL = 0.25
 _LAST_WORDS_SECONDS = 0.2
 _RECHECK_SECONDS = 0.2
-_MAX_FAILED_CHECKS = 4
-"""A busy machine may let a check or two time out; an engine whose process ended is noticed without any check."""
+_SILENT_SECONDS = 30.0
+"""An engine that fails every check for so long is replaced; it is out of the router from the first. Not sooner: one that
+starves on a busy machine answers late, and its successor would starve as well. An engine whose process ended, or was
+stopped, is noticed without any check."""
 _STOPPED_SECONDS = 1.0
 """A process that was stopped by a signal does not come back by itself. Its requests go on elsewhere once it is dead."""
 _PERMANENT = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
@@ -187,30 +189,31 @@ class _Patience:
     def __init__(self, pids: Sequence[int], check_seconds: float) -> None:
         self.pids = pids
         self._check_seconds = check_seconds
-        self._failures = 0
+        self._silent_since: float | None = None
         self._stopped_since: float | None = None
 
     @property
     def tried(self) -> bool:
         """The last check failed."""
-        return self._failures > 0 or self._stopped_since is not None
+        return self._silent_since is not None or self._stopped_since is not None
 
     def renew(self) -> None:
         """It is well."""
-        self._failures, self._stopped_since = 0, None
+        self._silent_since = self._stopped_since = None
 
     def try_once(self, stopped: bool) -> str:
-        """Counts a failed check; → why no other follows, or nothing."""
+        """Notes a failed check; → why no other follows, or nothing."""
         if stopped:
             self._stopped_since = self._stopped_since or time.monotonic()
             if time.monotonic() - self._stopped_since >= _STOPPED_SECONDS:
                 return "a process of it was stopped by a signal"
             return ""
         self._stopped_since = None
-        self._failures += 1
-        if self._failures < _MAX_FAILED_CHECKS:
+        # A failed check has itself lasted as long as it may.
+        self._silent_since = self._silent_since or time.monotonic() - self._check_seconds
+        if time.monotonic() - self._silent_since < _SILENT_SECONDS:
             return ""
-        return f"it failed {self._failures} health checks of {self._check_seconds:g} s"
+        return f"it failed every health check for {_SILENT_SECONDS:g} s"
 
 
 def _tail(slot: EngineSlot) -> str:
