@@ -64,8 +64,8 @@ class RolloutSettings(StrictModel):
     rollout_health_check_interval: float = Field(default=1.0, gt=0)
     """Seconds between health checks of an engine."""
     rollout_health_check_timeout: float = Field(default=2.0, gt=0)
-    """Seconds until a health check counts as failed: the engine leaves the routing then, and is replaced after four in
-    a row."""
+    """Seconds until a health check counts as failed: the engine leaves the routing then, and is replaced after
+    30 s of silence."""
     load_debug_rollout_data: str | None = None
     """Train the groups of this file, which `tetrarch export-samples` or save_debug_rollout_data wrote, instead of
     generating: no engine is started. "{rollout_id}" in it stands for the step, from 0; without, every step goes on in

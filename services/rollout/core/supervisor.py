@@ -32,9 +32,9 @@ _START_POLL = 0.25
 _LAST_WORDS_SECONDS = 0.2
 _RECHECK_SECONDS = 0.2
 _SILENT_SECONDS = 30.0
-"""An engine that fails every check for so long is replaced; it is out of the router from the first. Not sooner: one that
-starves on a busy machine answers late, and its successor would starve as well. An engine whose process ended, or was
-stopped, is noticed without any check."""
+"""An engine that fails every check for so long is replaced; it is out of the router from the first. Not sooner: one
+that starves on a busy machine answers late, and its successor would starve as well. An engine whose process ended, or
+was stopped, is noticed without any check."""
 _STOPPED_SECONDS = 1.0
 """A process that was stopped by a signal does not come back by itself. Its requests go on elsewhere once it is dead."""
 _PERMANENT = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
