@@ -159,7 +159,7 @@ def write_page(page: Path, path: Path) -> None:
     fallen = "\n".join(f"- **falls short**: {text}" for text in misses(path)) or "- every bar is met"
     page.write_text(
         f"{_HEAD}\n{table}\n\n{struck} strikes.\n\n{fallen}\n{_others(rows)}\n{_DEFINITIONS}\n"
-        f"## Measured on\n\n{_machine(content)}\n"
+        f"## Measured on\n\n{_machine(content)}\n{_notes(content)}"
     )
 
 
@@ -171,6 +171,11 @@ def _others(rows: list[tuple[str, dict[str, Any]]]) -> str:
         if _values(entry, "others_seconds")
     ]
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _notes(content: dict[str, Any]) -> str:
+    """What whoever measured wrote beside the figures."""
+    return "".join(f"\n{note}\n" for note in content.get("notes", []))
 
 
 def _machine(content: dict[str, Any]) -> str:
