@@ -27,7 +27,7 @@ from services.trainer.adapters.rollout_client import GrpcRollout
 from services.trainer.core.update_report import UpdateReport
 from services.trainer.ranks.weights import StagedWeights
 from tests.contract.rollout_v1.conftest import Client, World, until
-from tests.support.lying_receiver import install
+from tests.support.lying_receiver import installed
 from tests.support.node_world import MODES, node_world, run_on
 from tests.support.process_memory import flip
 from tests.support.weight_rank import WeightRank, altered, updater
@@ -43,9 +43,10 @@ def directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lie(directory) -> Path:
+def lie(directory) -> Iterator[Path]:
     """A file that makes the next receiver lie."""
-    return install(directory)
+    with installed(directory) as flag:
+        yield flag
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Makes a weight receiver lie, once for every flag file: it answers that all is there, and its memory is as it was.
 
-Imported by a `sitecustomize` that a test writes (`install`), in the processes of a node. As SGLang's own endpoint for
+Imported by a `sitecustomize` that a test writes (`installed`), in the processes of a node. As SGLang's own endpoint for
 weights does when a broadcast fails: status 200, and what the memory held before.
 """
 
@@ -10,19 +10,25 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 VARIABLE = "TETRARCH_TEST_LIES"
 _MODULE = "services.rollout.receiver.groups"
 
 
-def install(directory: Path) -> Path:
-    """Has processes that are started from here on, with `directory` in their path, load this module. → the flag file:
-    the first engine that receives weights while it exists takes it away, and lies."""
+@contextmanager
+def installed(directory: Path) -> Iterator[Path]:
+    """Within, processes that start with `directory` in their path load this module. Gives the flag file: the first
+    engine that receives weights while it exists takes it away, and lies."""
     (directory / "sitecustomize.py").write_text(f"import {__name__}\n")
     flag = directory / "lie"
     os.environ[VARIABLE] = str(flag)
-    return flag
+    try:
+        yield flag
+    finally:
+        del os.environ[VARIABLE]  # settings of other tests refuse names they do not know
 
 
 class _Finder(importlib.abc.MetaPathFinder):
