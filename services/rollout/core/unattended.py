@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from services.common.backoff import Backoff
 from services.common.errors import ServiceError
 from services.common.telemetry import get_logger
 from services.rollout.core.engine_port import TensorSpec
@@ -53,7 +54,7 @@ class Unattended:
         self._published = published
         self._max_staleness = max_staleness
         self._idle_since: dict[tuple[str, str], float] = {}
-        self._backoff: dict[str, tuple[float, float]] = {}
+        self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
 
     async def watch(self) -> None:
         """Until cancelled."""
@@ -81,7 +82,7 @@ class Unattended:
             slot
             for process, slot in stale.items()
             if now - max(self._idle_since[process], self._updates.heard(slot.engine_id)) > SILENCE_SECONDS
-            and self._backoff.get(slot.engine_id, (0.0, 0.0))[0] <= now
+            and self._backoff.due(slot.engine_id)
         ]
 
     async def _bring_up(self, slot: EngineSlot) -> None:
@@ -95,10 +96,9 @@ class Unattended:
             for file in manifest.files
         )
         await self._updates.take_alone(slot.engine_id, path, buckets, expected)
-        self._backoff.pop(slot.engine_id, None)
+        self._backoff.succeeded(slot.engine_id)
         log.info("engine came up from files without a trainer", engine=slot.engine_id, version=manifest.version)
 
     def _later(self, slot: EngineSlot, why: str) -> None:
-        seconds = min(2 * self._backoff.get(slot.engine_id, (0.0, _FIRST_BACKOFF / 2))[1], _LONGEST_BACKOFF)
-        self._backoff[slot.engine_id] = (time.monotonic() + seconds, seconds)
+        seconds = self._backoff.failed(slot.engine_id)
         log.warning("engine did not come up from files", engine=slot.engine_id, why=why, again_in=seconds)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from services.common.backoff import Backoff
 from services.common.errors import Code, ServiceError
 from services.common.fault_points import reach_async
 from services.common.telemetry import get_logger
@@ -71,7 +72,7 @@ class EngineFleet:
         self._step = -1
         self._pushing = False
         self._joining: dict[str, asyncio.Task[UpdateReport]] = {}
-        self._backoff: dict[str, tuple[float, float]] = {}
+        self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._problems: dict[str, str] = {}
 
     async def nodes(self) -> list[NodeView]:
@@ -218,13 +219,12 @@ class EngineFleet:
         engine_id, version = engine.engine_id, self._version
         report = await self._updater.push(version, [engine], _LATE_JOIN_SECONDS)
         if report.committed:
-            self._backoff.pop(engine_id, None)
+            self._backoff.succeeded(engine_id)
             text = f"engine {engine_id} joined at version {version} in {report.total_seconds:.2f} s"
             metrics = {"late_join_seconds": report.total_seconds, "late_join_pause_seconds": report.pause_seconds}
             self._journal.write("notice", self._step, metrics, text)
         for why in report.failed.values():
-            seconds = min(2 * self._backoff.get(engine_id, (0.0, _FIRST_BACKOFF / 2))[1], _LONGEST_BACKOFF)
-            self._backoff[engine_id] = (time.monotonic() + seconds, seconds)
+            self._backoff.failed(engine_id)
             text = f"engine {engine_id} could not be brought to version {version}: {why}"
             self._journal.write("notice", self._step, {}, text)
         return report
@@ -236,12 +236,8 @@ class EngineFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _late(self) -> list[EngineView]:
-        now = time.monotonic()
-        return [
-            engine
-            for engine in await self.engines()
-            if engine.behind(self._version) and self._backoff.get(engine.engine_id, (0.0, 0.0))[0] <= now
-        ]
+        engines = await self.engines()
+        return [one for one in engines if one.behind(self._version) and self._backoff.due(one.engine_id)]
 
 
 def describe_node(node: NodeView) -> str:
