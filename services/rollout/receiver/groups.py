@@ -11,7 +11,6 @@ touches the engine's own streams and groups.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections import deque
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from services.common.collective_errors import first_sentence
 
 _WATCHDOG_TIMEOUT = timedelta(days=1)
 """Of NCCL's groups: torch's watchdog would end the engine for a slow trainer; deadlines are kept here."""
@@ -118,7 +119,7 @@ class Groups:
                 take = self._take_nccl if member.stream is not None else self._take_gloo
                 take(member, tensors, time.monotonic() + timeout, before)
             except Exception as error:
-                failures.append(_said(error))
+                failures.append(first_sentence(error) or type(error).__name__)
             finished.set()
 
         # A thread of its own: making NCCL's communicator, with the first bucket, cannot be bounded otherwise.
@@ -259,9 +260,3 @@ def _check(member: _Member, deadline: float) -> None:
         raise RuntimeError(_LEFT)
     if time.monotonic() > deadline:
         raise TimeoutError("not all buckets arrived in time")
-
-
-def _said(error: Exception) -> str:
-    """First line of an error, without the source position that gloo puts before it and the advice behind."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(" This is typically")[0]

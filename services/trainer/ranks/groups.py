@@ -19,7 +19,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from services.common.collective_errors import first_sentence
 from services.common.fault_points import reach
 from services.trainer.core.commands import GroupSpec
 
@@ -149,7 +149,7 @@ class WeightGroups:
             if group.error is None:
                 work(group, *args)
         except Exception as error:
-            group.error = _sentence(error)
+            group.error = f"{type(error).__name__}: {first_sentence(error) or 'no message'}"
             if not group.left.is_set():
                 self._end(group)  # whoever waits for us at the other end learns it from a closed connection
 
@@ -244,10 +244,3 @@ def _over(work: dist.Work) -> bool:
             return False
         work.wait()  # raises what went wrong, unless it ended well since the while was over
     return True
-
-
-def _sentence(error: Exception) -> str:
-    """First line of an error, without the source position and the advice that gloo wraps around it."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    text = re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(" This is typically")[0]
-    return f"{type(error).__name__}: {text}"
