@@ -71,7 +71,7 @@ class StateDir:
     def write(self, running: Running) -> None:
         """Tells others what runs here; only for the holder."""
         assert self._lock is not None, "acquire() comes first"
-        write_whole(self.path / "up.json", json.dumps(asdict(running), indent=2) + "\n")
+        write_whole(self.path / "up.json", f"{json.dumps(asdict(running), indent=2)}\n".encode())
 
     def running(self) -> Running | None:
         """The live supervisor of this directory, or None."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import ServiceError
+from services.common.files import write_whole
 from services.common.weight_files.errors import base_mismatch, files_not_written
 from services.common.weight_files.manifest import (
     FULL,
@@ -23,7 +24,6 @@ from services.common.weight_files.manifest import (
     directory_name,
     read_manifest,
     write_manifest,
-    write_whole,
 )
 from services.common.weight_files.read import Piece, apply_delta, copy_full, pieces_of, verify
 from services.common.weight_files.shards import INDEX, index_of

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from services.common.files import write_whole
 from services.common.weight_files.errors import files_corrupt, files_missing
 
 FORMAT = 1
@@ -204,23 +205,3 @@ def _read(path: Path) -> Any:
         raise files_missing(path, error.strerror) from error
     except ValueError as error:
         raise files_corrupt(path, f"it cannot be understood ({error})") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole, also across a power loss."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(beside, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes names in a directory last."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from services.common.errors import ServiceError
+from services.common.files import sync_directory, write_whole
 from services.common.weight_files import delta
 from services.common.weight_files.errors import files_not_written
 from services.common.weight_files.manifest import (
@@ -25,10 +26,8 @@ from services.common.weight_files.manifest import (
     Tensor,
     VersionFile,
     checksum,
-    sync_directory,
     version_directory,
     write_manifest,
-    write_whole,
 )
 from services.common.weight_files.shards import INDEX, index_of, shard_name, shard_of
 

@@ -126,7 +126,7 @@ async def _set_others_aside(clients: Clients, run_id: str, console: Console) -> 
 
 def _store(spec: RunSpec) -> None:
     """Keeps the resolved form with the run."""
-    write_whole(Path(spec.directory) / "run.yaml", to_yaml(spec))
+    write_whole(Path(spec.directory) / "run.yaml", to_yaml(spec).encode())
 
 
 async def _follow(clients: Clients, spec: RunSpec, options: TrainOptions, place: Place, console: Console) -> int:

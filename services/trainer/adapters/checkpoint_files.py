@@ -7,11 +7,11 @@ Reads what the ranks write (`step_NNNNNN`, `latest`) and keeps a marker of its o
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 
 from services.common.errors import Code, ServiceError
+from services.common.files import write_whole
 from services.trainer.core.ports import CheckpointMarker
 
 _LATEST = "latest"
@@ -60,13 +60,7 @@ class SharedCheckpointFiles:
         if self.marker(directory) == marker:
             return
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            scratch = root / f".{_MARKER}.writing"
-            with scratch.open("w") as file:
-                json.dump({"run_id": marker.run_id, "first_step": marker.first_step}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(root / _MARKER)
+            write_whole(root / _MARKER, json.dumps({"run_id": marker.run_id, "first_step": marker.first_step}).encode())
         except OSError as error:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,

@@ -9,7 +9,6 @@ Nothing random happens in training (no dropout), so there is no generator state 
 from __future__ import annotations
 
 import functools
-import os
 import queue
 import shutil
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from services.common.errors import Code, ServiceError
 from services.common.fault_points import reach
+from services.common.files import write_whole
 from services.trainer.ranks.policy import Policy
 
 _LATEST = "latest"
@@ -133,7 +133,7 @@ def _publish(scratch: Path, target: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         scratch.rename(target)
-        _write_atomically(target.parent / _LATEST, target.name + "\n")
+        write_whole(target.parent / _LATEST, f"{target.name}\n".encode())
     dist.barrier()
 
 
@@ -154,20 +154,6 @@ def _cause(error: CheckpointException) -> str:
 
 def _strategy() -> torch_strategies.TorchDistSaveShardedStrategy:
     return torch_strategies.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.writing")
-    with scratch.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _resolve(path: str | Path) -> Path:
