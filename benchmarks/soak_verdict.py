@@ -51,7 +51,7 @@ def read_steps(directory: Path, count: int) -> list[Step]:
     steps = []
     for number in range(count):
         groups: dict[str, list[dict[str, Any]]] = {}
-        for line in (directory / f"{number}.jsonl").read_text().splitlines():
+        for line in (directory / f"{number}.jsonl").open():  # splitlines() also cuts at characters of a response
             row = json.loads(line)
             groups.setdefault(row["group_id"], []).append(row)
         steps.append(Step(number, groups))

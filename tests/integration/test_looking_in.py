@@ -99,7 +99,7 @@ async def test_choices_that_contradict_are_named(place):
 async def test_a_step_is_exported_with_its_tokens(place, tmp_path):
     code, output = place.tetrarch("export-samples", "--step", "3", "--out", str(tmp_path / "step.jsonl"))
     assert (code, output) == (0, f"8 samples of step 3: {tmp_path / 'step.jsonl'}\n")
-    rows = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "step.jsonl").open()]
     assert [(row["ordinal"], row["index"]) for row in rows] == [(o, i) for o in range(8, 12) for i in range(2)]
     assert rows[0]["tokens"][-4:] == [8, 8, 8, 8]
     assert (rows[0]["loss_mask"], rows[0]["log_probs"]) == ([1] * 4, [-0.5] * 4)

@@ -49,7 +49,7 @@ def series(folder: Path, run: str, name: str) -> list[float]:
 
 
 def rows(path: Path) -> list[dict]:
-    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: (row["ordinal"], row["index"]))
+    return sorted(map(json.loads, path.open()), key=lambda row: (row["ordinal"], row["index"]))
 
 
 def test_kept_groups_are_trained_in_place_of_generated_ones(tmp_path):
