@@ -15,10 +15,11 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
+from services.common.run_spec.algorithm import ADVANTAGE_ESTIMATORS
 from services.common.run_spec.data import DataSettings, PromptSet
 from services.common.run_spec.reward import GRADERS, RewardSettings
 from services.common.run_spec.rollout import RolloutSettings
-from services.common.run_spec.trainer import ADVANTAGE_ESTIMATORS, TrainerSettings
+from services.common.run_spec.trainer import TrainerSettings
 from services.common.sample_file import step_path
 from services.common.settings import StrictModel
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from services.common.settings import StrictModel
-
-ADVANTAGE_ESTIMATORS = ("grpo",)
+from services.common.run_spec.algorithm import AlgorithmSettings
 
 
-class TrainerSettings(StrictModel):
+class TrainerSettings(AlgorithmSettings):
     """Training and weight updates (used by the trainer)."""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
-    """policy_loss: reinforcement learning. sft_loss: cross-entropy on the labels, without engines."""
     load: str | None = None
     """Trainer checkpoint directory to start from."""
     save: str | None = None
@@ -56,28 +52,6 @@ class TrainerSettings(StrictModel):
     """Denominator's offset."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 clips nothing."""
-    advantage_estimator: str = "grpo"
-    """How advantages follow from rewards."""
-    disable_grpo_std_normalization: bool = False
-    """Leave out the division by the group's standard deviation."""
-    eps_clip: float = Field(default=0.2, ge=0)
-    """Lower clip range of the ratio (and upper, unless eps_clip_high is set)."""
-    eps_clip_high: float | None = Field(default=None, ge=0)
-    """Upper clip range of the ratio."""
-    use_kl_loss: bool = False
-    """Add a KL term against the reference model."""
-    kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL term."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """KL estimator."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    calculate_per_token_loss: bool = False
-    """Mean over all tokens of the step instead of the mean over samples of their token means."""
-    use_rollout_logprobs: bool = False
-    """Take the engines' log-probs as the old policy instead of recomputing them."""
-    ref_load: str | None = None
-    """Hugging Face checkpoint of the reference model; hf_checkpoint when not set."""
     seed: int = 1234
     """Seed of the trainer."""
     bf16: bool = False
@@ -128,13 +102,6 @@ class TrainerSettings(StrictModel):
             return {**data, "stale_policy": "custom"}
         return data
 
-    @field_validator("advantage_estimator")
-    @classmethod
-    def _estimator(cls, value: str) -> str:
-        if value not in ADVANTAGE_ESTIMATORS:
-            raise ValueError(f"not an advantage estimator; use one of {', '.join(ADVANTAGE_ESTIMATORS)}")
-        return value
-
     @model_validator(mode="after")
     def _check(self) -> TrainerSettings:
         world = self.actor_num_nodes * self.actor_num_gpus_per_node
@@ -154,8 +121,6 @@ class TrainerSettings(StrictModel):
                 " the import path of a function, and only custom uses one"
             )
         self._check_files()
-        if self.kl_loss_coef and not self.use_kl_loss:
-            raise ValueError(f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too")
         return self
 
     def _check_files(self) -> None:

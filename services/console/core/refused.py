@@ -13,7 +13,6 @@ _TRACKERS = "a run writes metrics.jsonl and TensorBoard files in its directory"
 _PARALLEL = "the trainer is parallel over data and tensors (tensor_model_parallel_size) only"
 _CRITIC = "there is no critic; advantage_estimator grpo needs none"
 _PLUGIN = "this hook does not exist; custom code goes in by custom_generate_function_path and custom_rm_path"
-_TIS = "importance sampling between engine and trainer is not built yet; their log-probs agree to 1e-4"
 _CHECKSUM = "files of weights carry XXH3 checksums of 128 bits, and engines are verified by their own"
 _DEBUG = (
     "`tetrarch samples` shows what was generated, `tetrarch export-samples` writes a step to a file and"
@@ -53,31 +52,25 @@ _BY_REASON: dict[str, str] = {
         " custom_model_provider_path spec megatron_config_path position_embedding_type num_experts"
     ),
     _CRITIC: (
-        "num_critic_only_steps value_clip gamma lambd critic_load critic_save critic_lr critic_num_nodes"
+        "num_critic_only_steps value_clip critic_load critic_save critic_lr critic_num_nodes"
         " critic_num_gpus_per_node critic_lr_warmup_iters"
     ),
     _CHECKSUM: "update_weight_delta_checksum",
     "files of weights become visible by one rename; watch for manifest.json": "custom_update_weight_post_write_path",
     _PLUGIN: (
         "rollout_function_path eval_function_path rollout_sample_hook_path custom_rollout_log_function_path"
-        " custom_eval_rollout_log_function_path rollout_data_postprocess_path custom_loss_function_path"
-        " custom_advantage_function_path custom_pg_loss_reducer_function_path custom_reward_post_process_path"
+        " custom_eval_rollout_log_function_path rollout_data_postprocess_path"
+        " custom_pg_loss_reducer_function_path custom_reward_post_process_path"
         " custom_convert_samples_to_train_data_path rollout_all_samples_process_path custom_megatron_init_path"
         " custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path data_source_path"
     ),
-    _FILTER: ("rollout_sample_filter_path disable_rewards_normalization"),
+    _FILTER: "rollout_sample_filter_path",
     "the buffer keeps every finished group by itself, and requests in flight follow pause_mode": (
-        "partial_rollout mask_offpolicy_in_partial_rollout keep_old_actor"
+        "partial_rollout mask_offpolicy_in_partial_rollout"
     ),
-    _TIS: (
-        "use_tis tis_clip tis_clip_low custom_tis_function_path get_mismatch_metrics use_opsm opsm_delta"
-        " use_unbiased_kl eps_clip_c"
-    ),
-    "KL goes into the loss here: set use_kl_loss and kl_loss_coef": "kl_coef",
-    "the reference model stays as it was loaded": "ref_update_interval ref_ckpt_step",
-    "advantages of grpo are normalised within their group": (
-        "normalize_advantages disable_compute_advantages_and_returns"
-    ),
+    "mismatch metrics between trainer and engine are always computed": "get_mismatch_metrics",
+    "the reference model is a Hugging Face checkpoint: set ref_load": "ref_ckpt_step",
+    "advantages follow from advantage_estimator": "disable_compute_advantages_and_returns",
     "entropy is always measured": "use_rollout_entropy",
     "the optimizer is AdamW with all its moments; set lr, weight_decay, adam_beta1, adam_beta2, adam_eps": (
         "optimizer reset_optimizer_states use_stateless_adam use_precision_aware_optimizer optimizer_cpu_offload"

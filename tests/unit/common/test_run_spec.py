@@ -53,7 +53,7 @@ def test_every_key_is_documented(group: str) -> None:
 @pytest.mark.parametrize(
     ("group", "values", "fragment"),
     [
-        ("trainer", {"advantage_estimator": "ppo"}, "use one of grpo"),
+        ("trainer", {"advantage_estimator": "ppoo"}, "use one of grpo, dr_grpo"),
         ("reward", {"rm_type": "maths"}, "use one of exact_match, math, custom"),
         ("reward", {"rm_type": "custom"}, "needs custom_rm_path"),
         ("trainer", {"kl_loss_coef": 0.1}, "without use_kl_loss"),

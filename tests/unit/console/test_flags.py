@@ -120,9 +120,9 @@ def test_mistakes(tokens, sentence):
 
 @pytest.mark.parametrize(
     "name",
-    "offload use_distributed_post context_parallel_size pipeline_model_parallel_size"
-    " update_weight_delta_checksum use_tis"
-    " value_clip kl_coef partial_rollout no_offload_train router_cache_threshold opd_kl_coef teacher_port".split(),
+    "offload use_distributed_post pipeline_model_parallel_size"
+    " update_weight_delta_checksum"
+    " partial_rollout no_offload_train router_cache_threshold teacher_port".split(),
 )
 def test_known_flags_that_do_not_apply_have_a_reason(name):
     assert refusal(name)

@@ -93,8 +93,9 @@ def test_no_checkpoints_when_the_file_says_so(edit):
         ),
         (
             "trainer:",
-            "trainer:\n  advantage_estimator: ppo",
-            "run.yaml:11: trainer.advantage_estimator is 'ppo': not an advantage estimator; use one of grpo.",
+            "trainer:\n  advantage_estimator: pppo",
+            "run.yaml:11: trainer.advantage_estimator is 'pppo': not an advantage estimator; use one of grpo, dr_grpo, gspo, cispo, rloo, remax,"
+            " reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, custom; did you mean 'ppo'?",
         ),
         (
             "trainer:",
@@ -132,7 +133,7 @@ def test_keys_and_values_in_the_file(edit, old, new, expected):
     [
         ("--lr fast", "--lr is 'fast': input should be a valid number, unable to parse string as a number."),
         ("--eps-clip -1", "--eps-clip is -1: input should be greater than or equal to 0."),
-        ("--advantage-estimator gpro", "--advantage-estimator is 'gpro': not an advantage estimator; use one of grpo; did you mean 'grpo'?"),
+        ("--advantage-estimator grppo", "--advantage-estimator is 'grppo': not an advantage estimator; use one of grpo, dr_grpo, gspo, cispo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, custom; did you mean 'grpo'?"),
         ("--rm-type mth", "run.yaml: rm_type 'mth' is not a grader; use one of exact_match, math, custom; did you mean 'math'?"),
         ("--run-id a/b", "--run-id is 'a/b': use 1 to 64 letters, digits, '-', '_' or '.', beginning with a letter or digit."),
         ("--num-steps-per-rollout 2", "run.yaml: the batch law is violated: rollout_batch_size 4 × n_samples_per_prompt 4 = 16, but global_batch_size 16 × num_steps_per_rollout 2 = 32; change one so that both are equal."),
