@@ -72,7 +72,11 @@ def log_probs(root: Path, device: str) -> dict:
     rows, tokens = inner.nonzero()[:, 0].to(device), _tokens().to(device)
     nothing = torch.zeros(len(rows), device=device)
     layout = PackLayout(LENGTHS, trainee.device, rows)
-    pack = Pack(layout, tokens, rows, tokens[rows + 1], nothing, nothing, nothing, 1, nothing[:0], len(tokens))
+    segments = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS) - 1).to(device)
+    pack = Pack(
+        layout, tokens, rows, tokens[rows + 1], nothing, nothing, nothing, 1, nothing[:0], len(tokens),
+        segments, torch.zeros_like(segments), tuple(map(str, range(len(LENGTHS)))),
+    )  # fmt: skip
 
     def ours() -> torch.Tensor:
         (found,) = evaluate_log_probs(trainee.policy.model, [pack], trainee.policy.hf, 1.0)

@@ -24,7 +24,9 @@ class Pack:
 
     tokens int64 [t]; rows int64 [k], where the trained tokens are predicted; targets int64 [k], the trained tokens;
     weights, advantages, engine_log_probs float32 [k]; count: this pack's part of the step's divisor, a number and the
-    same as int32 []; total_tokens: t without padding.
+    same as int32 []; total_tokens: t without padding. segments int64 [k], ascending: place of a token's sample in
+    `sample_ids`, of which there are `sample_count`; a sample without trained tokens has none. versions int32 [k]: the
+    weight version that generated the token, 0 where no engine did.
     """
 
     layout: PackLayout
@@ -37,6 +39,14 @@ class Pack:
     count: int
     divisor: torch.Tensor
     total_tokens: int
+    segments: torch.Tensor
+    versions: torch.Tensor
+    sample_ids: tuple[str, ...]
+
+    @property
+    def sample_count(self) -> int:
+        """Number of samples, also of those without trained tokens."""
+        return len(self.sample_ids)
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,17 @@ def make_pack(
     total = int(lengths.sum())
     padding = max(round_up(total, settings.pad_multiple), settings.pad_multiple) - total
     tokens = np.concatenate([*(sample.tokens for sample in samples), np.zeros(padding, np.int32)])
-    rows, trained, real = _trained(samples, lengths, advantages, settings)
-    row, token = torch.from_numpy(rows), torch.from_numpy(tokens.astype(np.int64))
-    whole = to_device(torch.cat([token, row, token[row + 1]]), device).split([len(token), len(row), len(row)])
-    weights = token_weights(trained.tolist(), per_token=settings.per_token)
-    weights, advantage, engine = to_device(torch.cat([weights, torch.from_numpy(real)]), device).chunk(3)
-    count = int(trained.sum()) if settings.per_token else len(samples)
+    trained = _trained(samples, lengths, advantages, settings)
+    row, token = torch.from_numpy(trained.rows), torch.from_numpy(tokens.astype(np.int64))
+    whole = torch.cat(
+        [token, row, token[row + 1], torch.from_numpy(trained.segments), torch.from_numpy(trained.versions)]
+    )
+    whole = to_device(whole, device).split([len(token), *[len(row)] * 4])
+    counts = np.bincount(trained.segments, minlength=len(samples))
+    weights = token_weights(counts.tolist(), per_token=settings.per_token)
+    real = torch.cat([weights, torch.from_numpy(trained.advantages), torch.from_numpy(trained.engine_log_probs)])
+    weights, advantage, engine = to_device(real, device).chunk(3)
+    count = len(row) if settings.per_token else len(samples)
     return Pack(
         layout=PackLayout([*lengths.tolist(), padding] if padding else lengths.tolist(), device, whole[1]),
         tokens=whole[0],
@@ -74,21 +89,44 @@ def make_pack(
         count=count,
         divisor=to_device(torch.tensor(count, dtype=torch.int32), device),
         total_tokens=total,
+        segments=whole[3],
+        versions=whole[4].to(torch.int32),
+        sample_ids=tuple(sample.sample_id for sample in samples),
     )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What is known of the trained tokens of a pack, one entry each; names as in `Pack`, versions int64."""
+
+    rows: np.ndarray
+    segments: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+    engine_log_probs: np.ndarray
 
 
 def _trained(
     samples: Sequence[Sample], lengths: np.ndarray, advantages: Mapping[str, float], settings: PackSettings
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the trained tokens, int64 [k]; their number by sample, int64 [s]; their advantages and then their engine
-    log-probs, float32 [2 k]. A sample without an advantage has none, unless supervised."""
+) -> _Trained:
+    """The trained tokens. A sample without an advantage has none, unless supervised."""
     found = [0.0 if settings.supervised else advantages.get(sample.sample_id) for sample in samples]
     responses = np.array([sample.response_length for sample in samples], np.int64)
-    ends = responses.cumsum()
     used = np.repeat(np.array([value is not None for value in found], bool), responses)
     index = np.flatnonzero(used & (np.concatenate([*(s.loss_mask for s in samples), np.zeros(0, np.uint8)]) != 0))
-    shift = np.repeat(lengths.cumsum() - ends - 1, responses)  # response's place → row, which is one place earlier
-    trained = np.diff(np.searchsorted(index, ends), prepend=0)
-    engine = np.concatenate([*(sample.log_probs for sample in samples), np.zeros(0, np.float32)])[index]
-    value = np.repeat(np.array([value or 0.0 for value in found], np.float32), trained)
-    return index + shift[index], trained, np.concatenate([value, engine])
+    shift = lengths.cumsum() - responses.cumsum() - 1  # response's place → row, which is one place earlier
+    segments = np.repeat(np.arange(len(samples)), responses)[index]
+    return _Trained(
+        rows=index + shift[segments],
+        segments=segments,
+        versions=np.concatenate([*map(_versions, samples), np.zeros(0, np.int64)])[index],
+        advantages=np.array([value or 0.0 for value in found], np.float32)[segments],
+        engine_log_probs=np.concatenate([*(sample.log_probs for sample in samples), np.zeros(0, np.float32)])[index],
+    )
+
+
+def _versions(sample: Sample) -> np.ndarray:
+    """Weight version of every response token, int64 [R]; 0 where no engine generated."""
+    if not sample.versions:
+        return np.zeros(sample.response_length, np.int64)
+    return np.repeat([span.version for span in sample.versions], [span.end - span.start for span in sample.versions])
