@@ -13,6 +13,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -201,6 +202,7 @@ class LocalRanks:
         try:
             answer = await asyncio.wait_for(asking, timeout)
         except TimeoutError:
+            self._processes[rank].signal(signal.SIGUSR1)  # it writes its threads' stacks into its log
             raise self._fail(rank, f"did not answer {name} within {timeout:.0f} s") from None
         except (EOFError, OSError):
             with contextlib.suppress(TimeoutError):  # its exit status says more than the closed connection

@@ -7,7 +7,9 @@ so that no group is joined after it was left, the others each on a thread of its
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 import threading
 from multiprocessing.connection import Client, Connection
@@ -60,6 +62,7 @@ def _serve_aside(connection: Connection, worker: RankWorker) -> None:
 def main() -> None:
     """Serves one command after the other on this thread."""
     arguments = _arguments()
+    faulthandler.register(signal.SIGUSR1)  # all threads' stacks, also while one of them holds Python's lock
     # Read when torch loads its OpenMP: threads that spin while they wait make a step several times slower on a machine
     # whose cores are shared with engines.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
