@@ -37,6 +37,12 @@ _ITEM_BYTES = {
     "loss_mask": (tensor_pb2.DATA_TYPE_UINT8, 1),
     "log_probs": (tensor_pb2.DATA_TYPE_FLOAT32, 4),
 }
+_TEACHER_ITEMS = {
+    "teacher_log_probs": (tensor_pb2.DATA_TYPE_FLOAT32, 4),
+    "teacher_top_ids": (tensor_pb2.DATA_TYPE_INT32, 4),
+    "teacher_top_log_probs": (tensor_pb2.DATA_TYPE_FLOAT32, 4),
+}
+"""Present in runs with a teacher only."""
 
 
 class _Opened(NamedTuple):
@@ -47,7 +53,10 @@ class _Opened(NamedTuple):
 
     @classmethod
     def of(cls, message: sample_pb2.Sample) -> _Opened:
-        return cls(message, {name: getattr(message, name).data for name in _ITEM_BYTES})
+        data = {name: getattr(message, name).data for name in _ITEM_BYTES}
+        if message.HasField("teacher_log_probs"):
+            data |= {name: getattr(message, name).data for name in _TEACHER_ITEMS if message.HasField(name)}
+        return cls(message, data)
 
 
 def pack_groups(leased: Iterable[pb.LeasedGroup], run_id: str, sample_count: int) -> list[PackedGroup | PutResult]:
@@ -130,6 +139,25 @@ def _message_problem(sample: _Opened) -> str:
                 f"sample {message.sample_id}: {name} has {length} bytes in shape {list(shape)}; it must be {wanted} of"
                 " one dimension."
             )
+    return _teacher_problem(sample) if len(sample.data) > len(_ITEM_BYTES) else ""
+
+
+def _teacher_problem(sample: _Opened) -> str:
+    """What is wrong with a teacher's log-probs, or an empty string."""
+    message, data = sample
+    length = len(data["log_probs"]) // 4
+    top = list(message.teacher_top_ids.shape)
+    for name, (data_type, size) in _TEACHER_ITEMS.items():
+        if name not in data and not top:
+            continue
+        tensor, shape = getattr(message, name), [length] if name == "teacher_log_probs" else [length, *(top[1:2] or [1])]
+        found = len(data.get(name, b""))
+        if tensor.data_type != data_type or list(tensor.shape) != shape or found != math.prod(shape) * size:
+            wanted = tensor_pb2.DataType.Name(data_type).removeprefix("DATA_TYPE_").lower()
+            return (
+                f"sample {message.sample_id}: {name} has {found} bytes in shape {list(tensor.shape)}; it must be"
+                f" {wanted} of {length} response tokens, in shape {shape}."
+            )
     return ""
 
 
@@ -170,7 +198,7 @@ def _pack(item: pb.LeasedGroup, samples: list[_Opened], shapes: list[SampleShape
         )
         rewards.append(reward)
         parts: list[bytes] = []
-        for name in _ITEM_BYTES:
+        for name in data:
             parts += wire.tensor_field(name, getattr(message, name), data[name])
             message.ClearField(name)
         tensors.append(b"".join(parts))

@@ -32,7 +32,14 @@ _SAMPLES = _tag(pb.FetchSamplesResponse.SAMPLES_FIELD_NUMBER)
 _DATA = _tag(tensor_pb2.Tensor.DATA_FIELD_NUMBER)
 _TENSORS = {
     name: _tag(sample_pb2.Sample.DESCRIPTOR.fields_by_name[name].number)
-    for name in ("tokens", "loss_mask", "log_probs")
+    for name in (
+        "tokens",
+        "loss_mask",
+        "log_probs",
+        "teacher_log_probs",
+        "teacher_top_ids",
+        "teacher_top_log_probs",
+    )
 }
 
 
@@ -40,7 +47,7 @@ def tensor_field(name: str, tensor: tensor_pb2.Tensor, data: bytes) -> list[byte
     """A tensor of a sample as a field, in parts to be joined. Takes the data out of the message.
 
     Args:
-        name: "tokens", "loss_mask" or "log_probs".
+        name: "tokens", "loss_mask" or another tensor of a sample.
         data: the tensor's own data, which reading copies every time.
     """
     tensor.ClearField("data")

@@ -6,7 +6,7 @@ import numpy as np
 from tetrarch.common.v1 import sample_pb2
 
 from services.common.errors import invalid_field
-from services.common.records import Group, Prompt, Sample, SampleStatus, SamplingParams, VersionSpan
+from services.common.records import Group, Prompt, Sample, SampleStatus, SamplingParams, TeacherLogProbs, VersionSpan
 from services.common.tensors import to_numpy, to_proto
 
 
@@ -72,6 +72,8 @@ def sample_to_proto(sample: Sample, *, with_tensors: bool = True) -> sample_pb2.
         message.tokens.CopyFrom(to_proto(sample.tokens.astype(np.int32, copy=False)))
         message.loss_mask.CopyFrom(to_proto(sample.loss_mask.astype(np.uint8, copy=False)))
         message.log_probs.CopyFrom(to_proto(sample.log_probs.astype(np.float32, copy=False)))
+        if sample.teacher is not None:
+            _put_teacher(message, sample.teacher)
     return message
 
 
@@ -97,11 +99,27 @@ def sample_from_proto(message: sample_pb2.Sample) -> Sample:
         tool_seconds=message.tool_seconds,
         metadata_json=message.metadata_json,
         engine_id=message.engine_id,
+        teacher=_teacher(message) if message.HasField("teacher_log_probs") else None,
     )
     problem = sample.problem()
     if problem:
         raise invalid_field("sample", message.sample_id, problem)
     return sample
+
+
+def _put_teacher(message: sample_pb2.Sample, teacher: TeacherLogProbs) -> None:
+    message.teacher_log_probs.CopyFrom(to_proto(teacher.sampled.astype(np.float32, copy=False)))
+    if teacher.top.size:
+        message.teacher_top_ids.CopyFrom(to_proto(teacher.top_ids.astype(np.int32, copy=False)))
+        message.teacher_top_log_probs.CopyFrom(to_proto(teacher.top.astype(np.float32, copy=False)))
+
+
+def _teacher(message: sample_pb2.Sample) -> TeacherLogProbs:
+    sampled = to_numpy(message.teacher_log_probs)
+    if not message.HasField("teacher_top_ids"):
+        none = (len(sampled), 0)
+        return TeacherLogProbs(sampled, np.zeros(none, np.int32), np.zeros(none, np.float32))
+    return TeacherLogProbs(sampled, to_numpy(message.teacher_top_ids), to_numpy(message.teacher_top_log_probs))
 
 
 def group_to_proto(group: Group, *, with_tensors: bool = True) -> sample_pb2.Group:

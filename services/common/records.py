@@ -57,6 +57,25 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
+class TeacherLogProbs:
+    """What a teacher says of a response: `sampled` float32 [R], of its tokens; `top_ids` int32 [R, k] and `top` float32
+    [R, k], its k most likely tokens at every place, most likely first, and their log-probs; k may be 0."""
+
+    sampled: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
+    def problem(self, length: int) -> str:
+        """What does not fit a response of `length` tokens, or an empty string."""
+        if self.sampled.shape != (length,):
+            return f"teacher_log_probs have shape {list(self.sampled.shape)} for {length} tokens"
+        if self.top.ndim != 2 or len(self.top) != length or self.top_ids.shape != self.top.shape:
+            shapes = f"{list(self.top_ids.shape)} and {list(self.top.shape)}"
+            return f"teacher_top_ids and teacher_top_log_probs have shapes {shapes} for {length} tokens"
+        return ""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One answer. `tokens`: int32 [P + R]; `loss_mask`: uint8 [R]; `log_probs`: float32 [R]."""
 
@@ -77,6 +96,7 @@ class Sample:
     tool_seconds: float = 0.0
     metadata_json: str = ""
     engine_id: str = ""
+    teacher: TeacherLogProbs | None = None
 
     @property
     def response_length(self) -> int:
@@ -106,6 +126,8 @@ class Sample:
             contiguous = edges[0][0] == 0 and edges[-1][1] == length
             if not contiguous or any(a[1] != b[0] for a, b in itertools.pairwise(edges)):
                 return f"sample {self.sample_id}: version spans {edges} do not cover its {length} response tokens"
+        if self.teacher is not None and (problem := self.teacher.problem(length)):
+            return f"sample {self.sample_id}: {problem}"
         return ""
 
 

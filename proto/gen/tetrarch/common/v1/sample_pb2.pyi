@@ -201,6 +201,9 @@ class Sample(_message.Message):
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     SIDE_PAYLOADS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    TEACHER_TOP_IDS_FIELD_NUMBER: _builtins.int
+    TEACHER_TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique within the run: group id and index."""
     group_id: _builtins.str
@@ -251,6 +254,22 @@ class Sample(_message.Message):
     def side_payloads(self) -> _containers.RepeatedCompositeFieldContainer[Global___SidePayload]:
         """Large payloads that are stored beside the sample, without their bytes."""
 
+    @_builtins.property
+    def teacher_log_probs(self) -> _tensor_pb2.Tensor:
+        """On-policy distillation: log-probability a teacher gave each response token, absent without one: float32
+        [response_length].
+        """
+
+    @_builtins.property
+    def teacher_top_ids(self) -> _tensor_pb2.Tensor:
+        """The teacher's k most likely tokens at each place of the response, absent unless asked for: int32
+        [response_length, k].
+        """
+
+    @_builtins.property
+    def teacher_top_log_probs(self) -> _tensor_pb2.Tensor:
+        """Their log-probabilities: float32 [response_length, k]."""
+
     def __init__(
         self,
         *,
@@ -273,10 +292,13 @@ class Sample(_message.Message):
         loss_mask: _tensor_pb2.Tensor | None = ...,
         log_probs: _tensor_pb2.Tensor | None = ...,
         side_payloads: _abc.Iterable[Global___SidePayload] | None = ...,
+        teacher_log_probs: _tensor_pb2.Tensor | None = ...,
+        teacher_top_ids: _tensor_pb2.Tensor | None = ...,
+        teacher_top_log_probs: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "reward", b"reward", "teacher_log_probs", b"teacher_log_probs", "teacher_top_ids", b"teacher_top_ids", "teacher_top_log_probs", b"teacher_top_log_probs", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "engine_id", b"engine_id", "group_id", b"group_id", "index", b"index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "metadata_json", b"metadata_json", "prompt_length", b"prompt_length", "response", b"response", "response_length", b"response_length", "reward", b"reward", "reward_details", b"reward_details", "sample_id", b"sample_id", "side_payloads", b"side_payloads", "status", b"status", "tokens", b"tokens", "tool_seconds", b"tool_seconds", "turn_count", b"turn_count", "unscored_reason", b"unscored_reason", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "engine_id", b"engine_id", "group_id", b"group_id", "index", b"index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "metadata_json", b"metadata_json", "prompt_length", b"prompt_length", "response", b"response", "response_length", b"response_length", "reward", b"reward", "reward_details", b"reward_details", "sample_id", b"sample_id", "side_payloads", b"side_payloads", "status", b"status", "teacher_log_probs", b"teacher_log_probs", "teacher_top_ids", b"teacher_top_ids", "teacher_top_log_probs", b"teacher_top_log_probs", "tokens", b"tokens", "tool_seconds", b"tool_seconds", "turn_count", b"turn_count", "unscored_reason", b"unscored_reason", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
