@@ -1,4 +1,4 @@
-# Targets: setup demo test soak lint fmt proto up down — nothing else.
+# Targets: setup demo test faults soak lint fmt proto up down — nothing else.
 # Variables: PYTHON (interpreter), VENV (environment to make), SEED (demo, soak), ENGINES (demo), MINUTES (soak), PIP_FLAGS
 # (for a mirror).
 PYTHON ?= python3.11
@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 
-.PHONY: setup demo test soak lint fmt proto up down
+.PHONY: setup demo test faults soak lint fmt proto up down
 .DEFAULT_GOAL := demo
 
 setup: $(READY) ## everything the embedded mode and the tests need, in $(VENV)
@@ -33,7 +33,10 @@ demo: $(READY) ## a small model learns arithmetic: SFT, then GRPO (SEED=1, ENGIN
 	@$(BIN)/python -m examples.first_run --seed $(SEED) --engines $(ENGINES)
 
 test: $(READY) ## the default suite: no GPU, no network
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q --ignore tests/faults
+
+faults: $(READY) ## processes killed, links cut and disks filled at every named moment
+	@$(BIN)/python -m pytest -q tests/faults
 
 soak: $(READY) ## kills of every tier while the demo learns; the ledger at the end (MINUTES=30, SEED=1)
 	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --seed $(SEED)
