@@ -35,7 +35,7 @@ from services.common.run_spec import RunSpec
 from services.console.supervisor import Supervisor
 from services.console.tiers import Layout, Ports, embedded_tiers
 from services.trainer.core import commands
-from services.trainer.core.advantages import ScoredSample, group_advantages
+from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages
 from services.trainer.core.schedule import SampleSize, ScheduleSettings, StepPlan, plan_step
 
 RUN, SAMPLES, LIMIT_SECONDS = "trainer-step", 8, 900

@@ -17,7 +17,7 @@ import torch
 
 from services.common.records import Sample, SampleStatus
 from services.common.run_spec import RunSpec
-from services.trainer.core.advantages import ScoredSample, group_advantages
+from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages
 from services.trainer.core.schedule import SampleSize, ScheduleSettings, plan_step
 from services.trainer.ranks import runtime
 from tests.oracle.models import NAMES, VOCAB_SIZE

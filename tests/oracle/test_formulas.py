@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.core.advantages import ScoredSample, group_advantages
-from services.trainer.core.losses import PolicyLossSettings, kl_estimate, policy_terms, token_weights
+from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages
+from services.trainer.core.algorithms.kl import kl_estimate
+from services.trainer.core.algorithms.policy_losses import PolicyLossSettings, policy_terms
+from services.trainer.core.losses import token_weights
 
 TOLERANCE = 1e-6
 LOW, HIGH = 0.2, 0.28
@@ -49,12 +51,15 @@ def flat(batch: types.SimpleNamespace) -> types.SimpleNamespace:
         old=batch.old[chosen],
         reference=batch.reference[chosen],
         advantages=batch.advantages[:, None].expand_as(batch.mask)[chosen],
+        segments=chosen.nonzero()[:, 0],
     )
 
 
 def our_loss(tokens: types.SimpleNamespace, lengths: list[int], *, per_token: bool, kl_coef: float) -> torch.Tensor:
     """The trainer's loss of a whole batch: weighted sum over the divisor."""
-    terms = policy_terms(tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH))
+    terms = policy_terms(
+        tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH), tokens.segments, 9
+    )
     loss = terms.objective + kl_coef * kl_estimate(tokens.current, tokens.reference, "k3")
     weights = token_weights(lengths, per_token=per_token).double()
     exact = torch.tensor([1.0 if per_token else 1.0 / n for n in lengths], dtype=torch.float64)
@@ -126,7 +131,9 @@ def test_clip_fraction_equals_trl(trl_trainer, seed: int) -> None:
     batch = ragged(seed)
     _, metrics = _trl_loss(trl_trainer, batch, batch.current, "bnpo", 0.0)
     tokens = flat(batch)
-    terms = policy_terms(tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH))
+    terms = policy_terms(
+        tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH), tokens.segments, 9
+    )
     assert terms.clipped.mean().item() == pytest.approx(metrics["clip_ratio/region_mean"][0], abs=TOLERANCE)
 
 
@@ -176,7 +183,9 @@ def test_policy_loss_equals_verl(verl, seed: int, mode: str, per_token: bool) ->
     tokens = flat(batch)
     ours = our_loss(tokens, batch.lengths, per_token=per_token, kl_coef=0.0)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
-    terms = policy_terms(tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH))
+    terms = policy_terms(
+        tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH), tokens.segments, 9
+    )
     assert terms.clipped.mean().item() == pytest.approx(metrics["actor/pg_clipfrac"], abs=TOLERANCE)
     assert terms.log_ratio.mean().item() == pytest.approx(metrics["actor/ppo_kl"], abs=TOLERANCE)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.common.records import SampleStatus
 from services.common.run_spec import RunSpec
-from services.trainer.core.advantages import ScoredSample, group_advantages, zero_share
+from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages, zero_share
 from services.trainer.core.commands import TrainResult
 from services.trainer.core.records import Batch, NodeView, SampleHeader
 from services.trainer.core.schedule import SampleSize, ScheduleSettings, StepPlan, plan_step
@@ -31,9 +31,9 @@ def schedule_settings(spec: RunSpec, data_parallel_size: int) -> ScheduleSetting
         data_parallel_size=data_parallel_size,
         optimizer_steps=trainer.num_steps_per_rollout,
         use_dynamic_batch_size=trainer.use_dynamic_batch_size,
-        max_tokens=trainer.max_tokens_per_gpu,
+        max_tokens=trainer.micro_batch_tokens,
         micro_batch_size=trainer.micro_batch_size,
-        pad_multiple=trainer.tensor_model_parallel_size,
+        pad_multiple=trainer.pad_multiple,
     )
 
 

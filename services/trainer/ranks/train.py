@@ -24,7 +24,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from services.common.records import Sample
 from services.common.run_spec import RunSpec, TrainerSettings
-from services.trainer.core.losses import PolicyLossSettings, kl_estimate, policy_terms
+from services.trainer.core.algorithms.kl import kl_estimate
+from services.trainer.core.algorithms.policy_losses import PolicyLossSettings, policy_terms
 from services.trainer.core.schedule import StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
 from services.trainer.ranks.policy import Policy, evaluate_log_probs, logits_of, trained_log_probs
@@ -64,8 +65,12 @@ class PartTimer:
 def loss_settings(settings: TrainerSettings) -> PolicyLossSettings:
     """The formula's settings out of the run's."""
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
+    kind = settings.advantage_estimator
     return PolicyLossSettings(
-        settings.eps_clip, high, settings.entropy_coef, settings.kl_loss_coef, settings.kl_loss_type
+        eps_low=settings.eps_clip,
+        eps_high=high,
+        kind="gspo" if kind == "gspo" else "cispo" if kind == "cispo" else "clip",
+        dual_clip=settings.eps_clip_c,
     )
 
 
@@ -161,7 +166,7 @@ class StepTrainer:
     def _loss_of(self, logits: torch.Tensor, work: _Work) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         pack, policy = work.pack, self._policy
         log_probs, entropy = trained_log_probs(logits, pack, policy.hf, policy.temperature)
-        if self._loss.entropy_coef == 0 or self._supervised:
+        if self._settings.entropy_coef == 0 or self._supervised:
             entropy = entropy.detach()
         if self._supervised:
             terms = {"loss": -log_probs, "entropy": entropy}
@@ -179,9 +184,9 @@ class StepTrainer:
         return None if self._settings.use_rollout_logprobs else work.old
 
     def _policy_terms(self, log_probs: torch.Tensor, entropy: torch.Tensor, work: _Work):
-        settings = self._loss
+        settings, pack = self._settings, work.pack
         old = log_probs.detach() if work.old is None else work.old
-        policy = policy_terms(log_probs, old, work.pack.advantages, settings)
+        policy = policy_terms(log_probs, old, pack.advantages, self._loss, pack.segments, pack.sample_count)
         terms = {
             "loss": policy.objective,
             "pg_loss": policy.objective,
@@ -192,8 +197,8 @@ class StepTrainer:
         if settings.entropy_coef:
             terms["loss"] = terms["loss"] - settings.entropy_coef * entropy
         if work.reference is not None:
-            terms["kl_loss"] = kl_estimate(log_probs, work.reference, settings.kl_type)
-            terms["loss"] = terms["loss"] + settings.kl_coef * terms["kl_loss"]
+            terms["kl_loss"] = kl_estimate(log_probs, work.reference, settings.kl_loss_type)
+            terms["loss"] = terms["loss"] + settings.kl_loss_coef * terms["kl_loss"]
         return terms, policy.ratio
 
     def _reduce(self, statistics: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.core.advantages import ScoredSample, group_advantages, zero_share
+from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages, zero_share
 
 
 def test_a_group_is_centred_and_divided_by_its_unbiased_deviation() -> None:

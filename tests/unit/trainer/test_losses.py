@@ -7,14 +7,18 @@ import math
 import pytest
 import torch
 
-from services.trainer.core.losses import PolicyLossSettings, kl_estimate, policy_terms, token_weights
+from services.trainer.core.algorithms.kl import kl_estimate
+from services.trainer.core.algorithms.policy_losses import PolicyLossSettings, policy_terms
+from services.trainer.core.losses import token_weights
 
 SETTINGS = PolicyLossSettings(eps_low=0.2, eps_high=0.3)
 
 
 def terms_of(ratio: float, advantage: float):
     log_probs = torch.tensor([math.log(ratio)], requires_grad=True)
-    terms = policy_terms(log_probs, torch.zeros(1), torch.tensor([advantage]), SETTINGS)
+    terms = policy_terms(
+        log_probs, torch.zeros(1), torch.tensor([advantage]), SETTINGS, torch.zeros(1, dtype=torch.int64), 1
+    )
     terms.objective.sum().backward()
     return terms, log_probs.grad
 
@@ -39,7 +43,7 @@ def test_clip(ratio: float, advantage: float, loss: float, clipped: int) -> None
 
 def test_on_policy_is_exact() -> None:
     log_probs = torch.randn(50)
-    terms = policy_terms(log_probs, log_probs.clone(), torch.randn(50), SETTINGS)
+    terms = policy_terms(log_probs, log_probs.clone(), torch.randn(50), SETTINGS, torch.zeros(50, dtype=torch.int64), 1)
     assert (terms.ratio == 1).all()
     assert (terms.log_ratio == 0).all()
     assert terms.clipped.sum() == 0
