@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.run_spec.algorithm import AlgorithmSettings
+from services.common.run_spec.critic import CriticSettings
+from services.common.run_spec.distillation import DistillationSettings
 
 
-class TrainerSettings(AlgorithmSettings):
+class TrainerSettings(CriticSettings, DistillationSettings):
     """Training and weight updates (used by the trainer)."""
 
     load: str | None = None
@@ -24,6 +25,8 @@ class TrainerSettings(AlgorithmSettings):
     """Ranks per host; without a GPU each is a CPU process."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share one copy of the model."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch, each with its own part of long sequences."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Samples of an optimizer step; not set: follows from the batch law."""
     num_steps_per_rollout: int = Field(default=1, ge=1)
@@ -31,7 +34,7 @@ class TrainerSettings(AlgorithmSettings):
     use_dynamic_batch_size: bool = True
     """Pack micro-batches by tokens (max_tokens_per_gpu) instead of by count (micro_batch_size)."""
     max_tokens_per_gpu: int = Field(default=4096, ge=1)
-    """Token budget of a micro-batch; a longer sample sits alone."""
+    """Token budget of a micro-batch, for each rank that shares it; a longer sample sits alone."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of a micro-batch when use_dynamic_batch_size is off."""
     lr: float = Field(default=1e-6, gt=0)
@@ -105,6 +108,12 @@ class TrainerSettings(AlgorithmSettings):
     @model_validator(mode="after")
     def _check(self) -> TrainerSettings:
         world = self.actor_num_nodes * self.actor_num_gpus_per_node
+        if self.context_parallel_size > 1 and world % (self.tensor_model_parallel_size * self.context_parallel_size):
+            raise ValueError(
+                f"tensor_model_parallel_size {self.tensor_model_parallel_size} × context_parallel_size"
+                f" {self.context_parallel_size} does not divide the {world} ranks of actor_num_nodes"
+                f" {self.actor_num_nodes} × actor_num_gpus_per_node {self.actor_num_gpus_per_node}"
+            )
         if world % self.tensor_model_parallel_size:
             raise ValueError(
                 f"tensor_model_parallel_size {self.tensor_model_parallel_size} does not divide the {world} ranks of"
@@ -121,6 +130,7 @@ class TrainerSettings(AlgorithmSettings):
                 " the import path of a function, and only custom uses one"
             )
         self._check_files()
+        self.critic_layout((world, self.tensor_model_parallel_size, self.context_parallel_size))
         return self
 
     def _check_files(self) -> None:
@@ -146,3 +156,20 @@ class TrainerSettings(AlgorithmSettings):
     def world_size(self) -> int:
         """Ranks of the trainer."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Token budget of a micro-batch over the ranks that share it."""
+        return self.max_tokens_per_gpu * self.context_parallel_size
+
+    @property
+    def pad_multiple(self) -> int:
+        """What the tokens of a pack are a multiple of: equal shares, two chunks a rank when they are cut over ranks."""
+        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return self.tensor_model_parallel_size * chunks
+
+    @property
+    def critic_world_size(self) -> int:
+        """Ranks of the critic; 0 without one."""
+        actor = self.world_size, self.tensor_model_parallel_size, self.context_parallel_size
+        return self.critic_layout(actor)[0] if self.needs_critic else 0

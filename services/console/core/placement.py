@@ -71,9 +71,10 @@ NO_WISH = Wish()
 
 
 def gpus_needed(spec: RunSpec) -> tuple[int, int]:
-    """GPUs of a run's trainer and of its engines on CUDA. SFT and a replay have no engine; simulated: no device."""
+    """GPUs of a run's trainer, actor and critic, and of its engines on CUDA. SFT and a replay have no engine;
+    simulated: no device."""
     engines = not spec.engineless and spec.rollout.engine == "sglang"
-    return spec.trainer.world_size, spec.rollout.rollout_num_gpus if engines else 0
+    return spec.trainer.world_size + spec.trainer.critic_world_size, spec.rollout.rollout_num_gpus if engines else 0
 
 
 def deal(visible: Sequence[str], wish: Wish, needed: tuple[int, int] | None = None) -> Placement:
@@ -114,10 +115,11 @@ def _listed(tier: str, text: str | None, visible: Sequence[str]) -> tuple[str, .
 
 
 def check_fit(spec: RunSpec, placement: Placement) -> None:
-    """Raises SettingsError when a run on CUDA does not fit what each tier was given."""
-    trainer, engines = gpus_needed(spec)
+    """Raises SettingsError when a run on CUDA does not fit what each tier was given. Actor and critic may share."""
+    trainer, (_, engines) = spec.trainer, gpus_needed(spec)
     given = (
-        ("actor_num_gpus_per_node", "the trainer", trainer, placement.trainer, "trainer"),
+        ("actor_num_gpus_per_node", "the trainer", trainer.world_size, placement.trainer, "trainer"),
+        ("critic_num_gpus_per_node", "the trainer", trainer.critic_world_size, placement.trainer, "trainer"),
         ("rollout_num_gpus", "the rollout node", engines, placement.rollout, "rollout"),
     )
     for key, who, needed, gpus, tier in given:

@@ -10,8 +10,10 @@ _NO_COLOCATE = "trainer and engines are separate services on separate devices; n
 _RANKS = "set actor_num_nodes and actor_num_gpus_per_node"
 _MODEL_SHAPE = "the shape of the model is read from config.json of hf_checkpoint"
 _TRACKERS = "a run writes metrics.jsonl and TensorBoard files in its directory"
-_PARALLEL = "the trainer is parallel over data and tensors (tensor_model_parallel_size) only"
-_CRITIC = "there is no critic; advantage_estimator grpo needs none"
+_PARALLEL = (
+    "the trainer is parallel over data, tensors (tensor_model_parallel_size) and context (context_parallel_size) only"
+)
+_CRITIC = "the critic's ranks are on the trainer's host; set critic_num_gpus_per_node"
 _PLUGIN = "this hook does not exist; custom code goes in by custom_generate_function_path and custom_rm_path"
 _CHECKSUM = "files of weights carry XXH3 checksums of 128 bits, and engines are verified by their own"
 _DEBUG = (
@@ -19,8 +21,10 @@ _DEBUG = (
     " save_debug_rollout_data every step, and load_debug_rollout_data trains it"
 )
 _REPLAY = "mixture-of-experts models are not supported yet"
-_DISTILL = "on-policy distillation is not built yet"
-_TEACHER = "there is no teacher server"
+_TEACHER = (
+    "a teacher is a Hugging Face checkpoint on the ranks (opd_teacher_load), or any engine with SGLang's API"
+    " (opd_teacher_url)"
+)
 _FILTER = (
     "whole groups are filtered (dynamic_sampling_filter_path, buffer_filter_path); a grader may leave a sample unscored"
 )
@@ -39,7 +43,7 @@ _BY_REASON: dict[str, str] = {
     "results travel over gRPC; there are no senders to distribute": "use_distributed_post http_proxy",
     _RANKS: "world_size nnodes nproc_per_node",
     _PARALLEL: (
-        "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
+        "pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
         " virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage sequence_parallel allgather_cp"
         " decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers use_distributed_optimizer"
         " overlap_grad_reduce overlap_param_gather"
@@ -51,10 +55,8 @@ _BY_REASON: dict[str, str] = {
         " add_qkv_bias qk_layernorm untie_embeddings_and_output_weights tokenizer_type tokenizer_model model_name"
         " custom_model_provider_path spec megatron_config_path position_embedding_type num_experts"
     ),
-    _CRITIC: (
-        "num_critic_only_steps value_clip critic_load critic_save critic_lr critic_num_nodes"
-        " critic_num_gpus_per_node critic_lr_warmup_iters"
-    ),
+    _CRITIC: "critic_num_nodes",
+    "a checkpoint in save holds actor and critic": "critic_save",
     _CHECKSUM: "update_weight_delta_checksum",
     "files of weights become visible by one rename; watch for manifest.json": "custom_update_weight_post_write_path",
     _PLUGIN: (
@@ -143,8 +145,7 @@ REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() 
 
 PREFIXES: dict[str, str] = {
     "wandb_": _TRACKERS,
-    "opd_": _DISTILL,
-    "use_opd": _DISTILL,
+    "opd_": _TEACHER,
     "ci_": _CI,
     "teacher_": _TEACHER,
     "megatron_": "arguments of Megatron-LM do not pass through; the trainer's keys are in docs/flags.md",

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.trainer.core.buckets import BucketPlan, TensorSpec
 from services.trainer.core.file_commands import FilesWritten, WriteFiles
 from services.trainer.core.schedule import StepPlan
@@ -61,6 +63,8 @@ class Setup:
     spec_json: str
     device: str
     """"cpu" or "cuda" (never "auto")."""
+    critic: bool = False
+    """These ranks are the critic's: the model has a value head, and is trained by ComputeValues and TrainCritic."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ class SetupResult:
 class Load:
     """Collective. Restores model, optimizer and counters from a trainer checkpoint: one checkpoint's own
     directory, or a directory of checkpoints with a `latest` file. `new_run`: the checkpoint is another run's, so the
-    learning rate begins its schedule anew. → LoadResult."""
+    learning rate begins its schedule anew. A critic takes its own part of the checkpoint; when another run had no
+    critic it goes on with the weights of its Setup. → LoadResult."""
 
     path: str
     new_run: bool = False
@@ -110,6 +115,13 @@ class TrainStep:
     buffer_address: str
     plan: StepPlan
     advantages: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """ppo: the critic's value of the state before every trained token, float32 [trained tokens], by sample."""
+    update: bool = True
+    """False while the critic is trained alone: returns and metrics are computed, and nothing is updated; the step
+    counts, its optimizer steps do not."""
+    critic_plan: StepPlan | None = None
+    """The same samples dealt to the critic's ranks; not for the actor."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,38 @@ class TrainResult:
 
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
+    returns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """ppo: what the critic's values should have been, float32 [trained tokens], by sample of this rank."""
+
+
+@dataclass(frozen=True)
+class ComputeValues:
+    """Collective, to a critic. Fetches this rank's samples, and values the state before every trained token. Which
+    samples are trained: those in `advantages`. → ValuesResult."""
+
+    step: int
+    run_id: str
+    buffer_address: str
+    plan: StepPlan
+    advantages: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ValuesResult:
+    """float32 [trained tokens] by sample of this rank, and its seconds by part."""
+
+    values: Mapping[str, np.ndarray]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TrainCritic:
+    """Collective, to a critic, after ComputeValues of the same step, whose samples it has. → TrainResult with metrics
+    value_loss, value_clipfrac, explained_variance (1 − Var(returns − values) / Var(returns) of the values before the
+    step), value_mean, return_mean, critic_grad_norm, critic_lr."""
+
+    step: int
+    returns: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -211,10 +255,12 @@ class ReleaseWeights:
 
 @dataclass(frozen=True)
 class SaveCheckpoint:
-    """Collective. Writes `path`/step_NNNNNN and then `path`/latest. → SaveResult."""
+    """Collective. Writes `path`/step_NNNNNN and then `path`/latest. A critic writes its part beside them instead, where
+    only the actor's command of the same step count, `with_critic`, makes it part of the checkpoint. → SaveResult."""
 
     path: str
     step_count: int
+    with_critic: bool = False
 
 
 @dataclass(frozen=True)
@@ -250,6 +296,8 @@ Command = (
     Setup
     | Load
     | TrainStep
+    | ComputeValues
+    | TrainCritic
     | ListWeights
     | StageWeights
     | Checksums
