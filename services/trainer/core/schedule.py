@@ -31,8 +31,8 @@ class ScheduleSettings:
     """Shape of the step.
 
     `optimizer_steps` equal parts; `max_tokens` per micro-batch with dynamic batches, else `micro_batch_size`
-    samples; packs are padded to a multiple of `pad_multiple` tokens (the tensor-parallel size, which splits the
-    sequence).
+    samples; packs are padded to a multiple of `pad_multiple` tokens (tensor and context parallelism split
+    the sequence).
     """
 
     data_parallel_size: int = 1

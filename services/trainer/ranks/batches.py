@@ -15,6 +15,7 @@ import torch
 from services.common.records import Sample
 from services.trainer.core.losses import token_weights
 from services.trainer.core.schedule import round_up
+from services.trainer.ranks.model.context import WHOLE, ContextCut
 from services.trainer.ranks.model.packing import PackLayout, to_device
 
 
@@ -52,11 +53,12 @@ class Pack:
 @dataclass(frozen=True)
 class PackSettings:
     """per_token: normalise over tokens instead of samples; pad_multiple: divisor of every pack's length;
-    supervised: advantages do not matter, every sample is trained."""
+    supervised: advantages do not matter, every sample is trained; cut: this rank's part of every pack."""
 
     per_token: bool
     pad_multiple: int
     supervised: bool
+    cut: ContextCut = WHOLE
 
 
 def make_pack(
@@ -79,7 +81,12 @@ def make_pack(
     weights, advantage, engine = to_device(real, device).chunk(3)
     count = len(row) if settings.per_token else len(samples)
     return Pack(
-        layout=PackLayout([*lengths.tolist(), padding] if padding else lengths.tolist(), device, whole[1]),
+        layout=PackLayout(
+            [*lengths.tolist(), padding] if padding else lengths.tolist(),
+            device,
+            whole[1] if settings.cut.size == 1 else row,
+            settings.cut,
+        ),
         tokens=whole[0],
         rows=whole[1],
         targets=whole[2],
@@ -87,7 +94,8 @@ def make_pack(
         advantages=advantage,
         engine_log_probs=engine,
         count=count,
-        divisor=to_device(torch.tensor(count, dtype=torch.int32), device),
+        # Ranks that share a pack add up to its count once.
+        divisor=to_device(torch.tensor(count if settings.cut.rank == 0 else 0, dtype=torch.int32), device),
         total_tokens=total,
         segments=whole[3],
         versions=whole[4].to(torch.int32),

@@ -32,7 +32,7 @@ def export_hf(model: torch.nn.Module, hf: HfConfig, source: str | Path, target: 
     """
     specs = list_weights(model, hf)
     plan = plan_buckets(specs, _SHARD_BYTES)
-    if parallel_state.get_data_parallel_rank() == 0:
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         tensors = gather_weights(model, hf)
         if dist.get_rank() == 0:
             write_export(tensors, plan, Path(source), Path(target))

@@ -157,16 +157,22 @@ def build_reference(spec: RunSpec, device: torch.device) -> GPTModel:
 
 
 def logits_of(model: torch.nn.Module, pack: Pack, **options) -> torch.Tensor:
-    """[k, vocabulary shard] at the rows of a pack."""
-    logits = model(pack.tokens[None], pack.layout.positions[None], None, packed_seq_params=pack.layout, **options)
-    return logits[0]
+    """[own, vocabulary shard] at this rank's rows of a pack."""
+    layout = pack.layout
+    tokens = layout.own_tokens(pack.tokens)
+    return model(tokens[None], layout.positions[None], None, packed_seq_params=layout, **options)[0]
 
 
 def trained_log_probs(
     logits: torch.Tensor, pack: Pack, hf: HfConfig, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the trained tokens and the entropies at their places, each float32 [k]."""
-    return log_probs_and_entropy(logits, pack.targets, vocab_size=hf.vocab_size, temperature=temperature)
+    """Log-probabilities of all trained tokens of a pack and the entropies at their places, each float32 [k], from this
+    rank's logits. Collective over the context-parallel ranks."""
+    layout = pack.layout
+    targets = layout.own_rows(pack.targets)
+    return layout.all_rows(
+        *log_probs_and_entropy(logits, targets, vocab_size=hf.vocab_size, temperature=temperature)
+    )
 
 
 @torch.no_grad()

@@ -16,13 +16,14 @@ from services.trainer.ranks.megatron_setup import prepare
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank stands: global rank and size, rendezvous port of the world, tensor-parallel size."""
+    """Where a rank stands: global rank and size, rendezvous port of the world, tensor- and context-parallel size."""
 
     rank: int
     world_size: int
     master_port: int
     tensor_parallel_size: int
     master_address: str = "127.0.0.1"
+    context_parallel_size: int = 1
 
 
 def start(layout: Layout, device: str, seed: int) -> torch.device:
@@ -53,7 +54,11 @@ def start(layout: Layout, device: str, seed: int) -> torch.device:
         world_size=layout.world_size,
         timeout=datetime.timedelta(minutes=10),
     )
-    parallel_state.initialize_model_parallel(layout.tensor_parallel_size, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        layout.tensor_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        create_gloo_process_groups=False,
+    )
     torch.manual_seed(seed)
     # Without dropout megatron's generator state is never used; this form touches no CUDA state on a CPU.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device == "cpu", force_reset_rng=True)

@@ -28,6 +28,7 @@ from services.trainer.core.algorithms.kl import kl_estimate
 from services.trainer.core.algorithms.policy_losses import PolicyLossSettings, policy_terms
 from services.trainer.core.schedule import StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
+from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.policy import Policy, evaluate_log_probs, logits_of, trained_log_probs
 
 _MEANS = ("loss", "pg_loss", "kl_loss", "entropy", "ppo_kl", "pg_clipfrac")
@@ -84,8 +85,9 @@ class StepTrainer:
         self._supervised = spec.trainer.loss_type == "sft_loss"
         self._packing = PackSettings(
             per_token=spec.trainer.calculate_per_token_loss,
-            pad_multiple=parallel_state.get_tensor_model_parallel_world_size(),
+            pad_multiple=spec.trainer.pad_multiple,
             supervised=self._supervised,
+            cut=context_cut(),
         )
         self._options = {"fp32_output": False} if spec.trainer.bf16 else {}
 

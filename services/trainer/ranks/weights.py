@@ -142,8 +142,8 @@ class Staging:
         self._error: Exception | None = None
         self._model, self._hf, self._device = model, hf, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if parallel_state.get_data_parallel_rank() > 0:
-            return  # the same weights as data-parallel rank 0
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) > 0:
+            return  # the same weights as data- and context-parallel rank 0
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             plan = plan_buckets(list_weights(model, hf), bucket_bytes)
             with torch.cuda.stream(self._stream):

@@ -74,7 +74,10 @@ class RankWorker:
             raise _wrong_order("Setup was sent twice")
         start = time.perf_counter()
         spec = RunSpec.model_validate_json(command.spec_json)
-        layout = runtime.Layout(*self._world[:3], spec.trainer.tensor_model_parallel_size, self._world[3])
+        trainer = spec.trainer
+        layout = runtime.Layout(
+            *self._world[:3], trainer.tensor_model_parallel_size, self._world[3], trainer.context_parallel_size
+        )
         self._device = runtime.start(layout, command.device, spec.trainer.seed)
         from megatron.core import parallel_state
 

@@ -1,13 +1,14 @@
 """Modules for megatron's layer specs that need no TransformerEngine; first, causal attention over packed sequences.
 
 Megatron's own local attention refuses packed batches, and its rotary code loops over the segments in every layer. This
-one rotates queries and keys itself, and handles grouped query heads, tensor parallelism
-(each rank has its own heads) and packs laid out by `PackLayout`; no dropout, no sliding window, no context
-parallelism.
+one rotates queries and keys itself, and handles grouped query heads, tensor parallelism (each rank has its own heads),
+context parallelism (each rank has its own queries, and gets all keys and values) and packs laid out by `PackLayout`; no
+dropout, no sliding window.
 
 Two ways, equal up to rounding: on CUDA in half precision torch's variable-length flash attention; elsewhere the
 segments are put into a few padded batches of similar length. Padding is to the right, and a causal query never
-looks right, so no mask is needed and padded cells receive no gradient.
+looks right, so no mask is needed and padded cells receive no gradient. A segment that another rank's tokens begin has a
+mask.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from services.trainer.ranks.model.context import gather_keys_values
 from services.trainer.ranks.model.packing import PackLayout
 
 try:
@@ -35,7 +37,7 @@ _KERNEL_HEAD_DIM = 256
 class PackedAttention(MegatronModule):
     """softmax(R(q) R(k)ᵀ / √d) v within every segment of a pack, R being the rotation by position.
 
-    Query [t, heads, d], key and value [t, kv_heads, d] (this rank's heads) → [t, heads · d].
+    Query [own, heads, d], key and value [own, kv_heads, d] (this rank's tokens and heads) → [own, heads · d].
     """
 
     def __init__(
@@ -44,8 +46,6 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError("packed attention has no dropout; set attention_dropout to 0")
-        if config.context_parallel_size > 1:
-            raise ValueError("packed attention does not split sequences; set context_parallel_size to 1")
         del layer_number, attn_mask_type, attention_type
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32, device=torch.cuda.current_device())
@@ -60,6 +60,8 @@ class PackedAttention(MegatronModule):
             raise TypeError("packed attention needs a PackLayout as packed_seq_params")
         rotation = packed_seq_params.rotation(self._inverse_frequencies)
         query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
+        if packed_seq_params.cut.size > 1:
+            key, value = gather_keys_values(key, value)
         way = self._variable_length if self._has_kernel(query) else self._padded
         out = way(query, key, value, packed_seq_params)
         return out.reshape(out.size(0), -1)
@@ -70,32 +72,37 @@ class PackedAttention(MegatronModule):
         return varlen_attn is not None and query.is_cuda and half and width % 8 == 0 and width <= _KERNEL_HEAD_DIM
 
     def _variable_length(self, query, key, value, layout: PackLayout):
-        starts, longest = layout.starts, layout.longest
         options = _GROUPED if query.size(1) != key.size(1) else {}
-        return varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            starts,
-            starts,
-            longest,
-            longest,
-            scale=self.scale,
-            window_size=(-1, 0),
-            **options,
-        )
+        outs = [
+            varlen_attn(
+                query[chunk.queries].contiguous(),
+                key[chunk.keys].contiguous(),
+                value[chunk.keys].contiguous(),
+                *chunk.starts,
+                *chunk.longest,
+                scale=self.scale,
+                window_size=(-1, 0),
+                **options,
+            )
+            for chunk in layout.chunks()
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _padded(self, query, key, value, layout: PackLayout):
-        batches, back = layout.batches()
-        grouped = query.size(1) != key.size(1)
+        batches, rests, back = layout.batches()
+        options = {"scale": self.scale, "enable_gqa": query.size(1) != key.size(1)}
         outs = []
         for batch in batches:
             q, k, v = (
-                x.index_select(0, batch.gather).view(batch.count, batch.width, x.size(1), x.size(2)).transpose(1, 2)
-                for x in (query, key, value)
+                x.index_select(0, cells).view(batch.count, batch.width, x.size(1), x.size(2)).transpose(1, 2)
+                for x, cells in ((query, batch.gather), (key, batch.keys), (value, batch.keys))
             )
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
             outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, batch.valid))
+        for rest in rests:
+            q, k, v = (x[None].transpose(1, 2) for x in (query[rest.queries], key[rest.keys], value[rest.keys]))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=rest.mask, **options)
+            outs.append(out.transpose(1, 2)[0])
         return torch.cat(outs).index_select(0, back)
 
     def sharded_state_dict(self, *_, **__):

@@ -79,6 +79,7 @@ def transformer_config(hf: HfConfig, *, bf16: bool, device: torch.device) -> Tra
         attention_dropout=0.0,
         tensor_model_parallel_size=ranks,
         sequence_parallel=ranks > 1,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         params_dtype=dtype,
         bf16=bf16,
         variable_seq_lengths=True,
