@@ -150,7 +150,8 @@ def _teacher_problem(sample: _Opened) -> str:
     for name, (data_type, size) in _TEACHER_ITEMS.items():
         if name not in data and not top:
             continue
-        tensor, shape = getattr(message, name), [length] if name == "teacher_log_probs" else [length, *(top[1:2] or [1])]
+        tensor = getattr(message, name)
+        shape = [length] if name == "teacher_log_probs" else [length, *(top[1:2] or [1])]
         found = len(data.get(name, b""))
         if tensor.data_type != data_type or list(tensor.shape) != shape or found != math.prod(shape) * size:
             wanted = tensor_pb2.DataType.Name(data_type).removeprefix("DATA_TYPE_").lower()

@@ -17,11 +17,34 @@ def check_model(spec: RunSpec) -> None:
     config = check_checkpoint(spec.rollout.hf_checkpoint, "hf_checkpoint", tokenizer=True)
     if spec.trainer.ref_load:
         check_checkpoint(spec.trainer.ref_load, "ref_load", tokenizer=False)
+    if spec.trainer.use_opd:
+        check_teacher(spec, config)
     if spec.trainer.load and not Path(spec.trainer.load).is_dir():
         raise SettingsError(f"load {spec.trainer.load} does not exist; give a directory of trainer checkpoints.")
     check_heads(config, "tensor_model_parallel_size", spec.trainer.tensor_model_parallel_size, key_value=True)
     # SGLang copies key-value heads when it has more ranks than heads; attention heads it must be able to deal out.
     check_heads(config, "rollout_num_gpus_per_engine", spec.rollout.rollout_num_gpus_per_engine, key_value=False)
+
+
+def check_teacher(spec: RunSpec, config: dict[str, Any]) -> None:
+    """Policy and teacher must have one vocabulary, and opd_top_k must fit it. Raises SettingsError."""
+    size, count = _text(config, "vocab_size"), spec.trainer.opd_top_k
+    if count and isinstance(size, int) and count > size:
+        raise SettingsError(f"opd_top_k {count} is more than the model's vocab_size {size} (config.json).")
+    path = spec.trainer.opd_teacher_load
+    if not path:
+        return
+    teacher = check_checkpoint(path, "opd_teacher_load", tokenizer=False)
+    check_heads(teacher, "tensor_model_parallel_size", spec.trainer.tensor_model_parallel_size, key_value=True)
+    files = Path(path) / "tokenizer.json", Path(spec.rollout.hf_checkpoint) / "tokenizer.json"
+    if not all(file.is_file() for file in files):
+        return
+    of_teacher, of_policy = (token_ids(_read(file, "opd_teacher_load")) for file in files)
+    if of_teacher != of_policy:
+        raise SettingsError(
+            f"opd_teacher_load {path} has another tokenizer than hf_checkpoint {spec.rollout.hf_checkpoint}: a teacher"
+            " grades token ids, so both need the same vocabulary; use a teacher of the same family."
+        )
 
 
 def check_checkpoint(path: str, key: str, *, tokenizer: bool) -> dict[str, Any]:
@@ -84,6 +107,16 @@ def largest_id(tokenizer: dict[str, Any]) -> int:
     elif isinstance(vocabulary, list):  # Unigram: pieces in order of id
         ids.append(len(vocabulary) - 1)
     return max(ids, default=-1)
+
+
+def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Id by token of a tokenizer.json."""
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or ()}
+    if isinstance(vocabulary, list):
+        vocabulary = {piece[0]: index for index, piece in enumerate(vocabulary)}
+    return {**(vocabulary or {}), **added}
 
 
 def check_heads(config: dict[str, Any], key: str, size: int, *, key_value: bool) -> None:

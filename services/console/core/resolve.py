@@ -32,6 +32,7 @@ _LOCAL_PATHS = (
     ("trainer", "update_weight_disk_dir"),
     ("trainer", "update_weight_local_checkpoint_dir"),
     ("trainer", "ref_load"),
+    ("trainer", "opd_teacher_load"),
 )
 
 
