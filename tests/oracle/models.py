@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("qwen3", "qwen3_tied", "qwen2", "llama", "llama31")
+NAMES = ("qwen3", "qwen3_tied", "qwen2", "llama", "llama31", "qwen3_moe")
 VOCAB_SIZE = 131  # not divisible by two: with tensor parallelism the embedding is padded
 
 
@@ -41,6 +41,16 @@ def write_models(root: Path) -> None:
         "qwen2": hf.Qwen2Config(**common, **plain),
         "llama": hf.LlamaConfig(**common),
         "llama31": hf.LlamaConfig(**common, **scaled),
+        "qwen3_moe": hf.Qwen3MoeConfig(
+            **common | {"num_hidden_layers": 3},
+            **plain,
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
     }
     for seed, name in enumerate(NAMES):
         torch.manual_seed(seed)

@@ -7,13 +7,15 @@ names the CUDA device. Nothing here knows about models or training.
 What every device needs (the numbers of megatron-core 0.16.1):
 - importing it must not compile: some forty functions are decorated with torch.compile, which loads inductor
   (4 s a process) and would look for a C++ compiler at the first call; our layers call none of them;
-- its own replacements for the kernels of apex work tensor by tensor, and wait for the device at each gradient's norm.
+- its own replacements for the kernels of apex work tensor by tensor, and wait for the device at each gradient's norm;
+- the gate of its experts asks for a function of TransformerEngine by a name that does not exist without it.
 
 What a CPU needs:
 - `torch.cuda.current_device()` is written as the device of about ninety tensors; every factory also takes a
   torch.device, so it may return the CPU;
 - in some functions the device or the type of a gradient is a string literal ("cuda", "torch.cuda.FloatTensor");
-- synchronising and the CUDA random state have no meaning.
+- synchronising and the CUDA random state have no meaning;
+- experts get their tokens with the help of a second stream, which copies sizes that are on the CPU already.
 """
 
 from __future__ import annotations
@@ -88,7 +90,10 @@ def _replace_loops() -> None:
     """Gives megatron one operation over all tensors where it would loop; left alone with TransformerEngine or apex."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.transformer.moe import moe_utils
 
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm
     for module in (clip_grads, optimizer):
@@ -110,6 +115,7 @@ def _scale(_chunk_size, _flag, tensor_lists, factor) -> None:
 
 def _replace_cuda() -> None:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
@@ -117,6 +123,10 @@ def _replace_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     random._get_cuda_rng_state = lambda *_, **__: None
     random._set_cuda_rng_state = lambda *_, **__: None
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda self, point, tokens_per_expert=None: (
+        tokens_per_expert
+    )
     for name in _MODULES_WITH_LITERALS:
         module = importlib.import_module(f"megatron.core.{name}")
         if not sum(_rewrite_literals(function) for function in _functions(module)):

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from services.common.errors import Code, ServiceError
 from services.trainer.ranks.model.attention import PackedAttention, RmsNorm, SwiGlu
+from services.trainer.ranks.model.experts import expert_options, set_activation
 from services.trainer.ranks.model.hf_config import HfConfig, inverse_frequencies
 
 
@@ -97,12 +98,30 @@ def transformer_config(hf: HfConfig, *, bf16: bool, device: torch.device) -> Tra
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **expert_options(hf, ranks),
     )
 
 
 def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
     """The model with random weights on `device`; fill it with `hf_weights.load_weights`."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    dense = _layer_spec(hf, config, experts=None)
+    sparse = _layer_spec(hf, config, experts=hf.experts.count) if hf.experts else dense
+    with_experts = hf.experts.layers if hf.experts else ()
+    model = PackedGpt(
+        config,
+        TransformerBlockSubmodules(
+            layer_specs=[sparse if layer in with_experts else dense for layer in range(hf.layers)], layer_norm=RmsNorm
+        ),
+        vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=hf.max_positions,
+        position_embedding_type="none",  # attention rotates by itself
+        share_embeddings_and_output_weights=hf.tied,
+    )
+    return model.to(device)
+
+
+def _layer_spec(hf: HfConfig, config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"inverse_frequencies": inverse_frequencies(hf)})
     for owner, names in (
@@ -112,13 +131,5 @@ def build_model(hf: HfConfig, config: TransformerConfig, device: torch.device) -
         for name in names:
             if getattr(owner, name) is not IdentityOp and getattr(owner, name) is not None:
                 setattr(owner, name, RmsNorm)
-    layer.mlp.submodules.activation_func = SwiGlu
-    model = PackedGpt(
-        config,
-        TransformerBlockSubmodules(layer_specs=[spec] * hf.layers, layer_norm=RmsNorm),
-        vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=hf.max_positions,
-        position_embedding_type="none",  # attention rotates by itself
-        share_embeddings_and_output_weights=hf.tied,
-    )
-    return model.to(device)
+    set_activation(layer.mlp, SwiGlu)
+    return spec

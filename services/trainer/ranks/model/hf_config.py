@@ -18,10 +18,11 @@ from services.common.errors import Code, ServiceError
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a family apart: bias on q, k, v; RMS norm on q and k per head."""
+    """What sets a family apart: bias on q, k, v; RMS norm on q and k per head; experts in place of the MLP."""
 
     qkv_bias: bool
     qk_norm: bool
+    experts: bool = False
 
 
 FAMILIES = {
@@ -29,7 +30,23 @@ FAMILIES = {
     "mistral": Family(qkv_bias=False, qk_norm=False),
     "qwen2": Family(qkv_bias=True, qk_norm=False),
     "qwen3": Family(qkv_bias=False, qk_norm=True),
+    "qwen3_moe": Family(qkv_bias=False, qk_norm=True, experts=True),
 }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: every token goes to `per_token` of `count`, weighted by the softmax of their logits.
+
+    normalised: the softmax is over those chosen only, so that weights sum to 1; layers: which layers have experts, by
+    number; the others have an MLP.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,7 @@ class HfConfig:
     tied: bool
     rope_theta: float
     rope: Mapping[str, float]
+    experts: Experts | None = None
 
 
 def _unsupported(path: Path, what: str, remedy: str) -> ServiceError:
@@ -106,6 +124,23 @@ def _parse(path: Path, raw: Mapping) -> HfConfig:
         tied=raw.get("tie_word_embeddings", False),
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         rope=rope,
+        experts=_experts(raw) if FAMILIES[model_type].experts else None,
+    )
+
+
+def _experts(raw: Mapping) -> Experts | None:
+    """None when no layer has experts."""
+    every, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    layers = tuple(i for i in range(raw["num_hidden_layers"]) if i not in dense and (i + 1) % every == 0)
+    count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]  # transformers 5; before
+    if not layers or not count:
+        return None
+    return Experts(
+        count=count,
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        normalised=raw.get("norm_topk_prob", False),
+        layers=layers,
     )
 
 

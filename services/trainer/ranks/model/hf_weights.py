@@ -39,7 +39,10 @@ _LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
     "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
     "mlp.linear_fc1.weight": ("gate_up", (f"{_MLP}gate_proj.weight", f"{_MLP}up_proj.weight")),
     "mlp.linear_fc2.weight": ("columns", (f"{_MLP}down_proj.weight",)),
+    "mlp.router.weight": ("whole", (f"{_MLP}gate.weight",)),
 }
+_EXPERT = "mlp.experts.local_experts."
+"""Every expert has an MLP's parameters behind its number."""
 _TOP: dict[str, tuple[str, tuple[str, ...]]] = {
     "embedding.word_embeddings.weight": ("vocabulary", ("model.embed_tokens.weight",)),
     "decoder.final_layernorm.weight": ("whole", ("model.norm.weight",)),
@@ -61,9 +64,18 @@ def _entries(model: torch.nn.Module, hf: HfConfig) -> Iterator[_Entry]:
             kind, names = _TOP[name]
         else:
             _, _, layer, rest = name.split(".", 3)  # decoder.layers.<n>.<rest>
-            kind, short = _LAYER[rest]
+            kind, short = _layer_names(rest)
             names = tuple(f"model.layers.{layer}.{n}" for n in short)
         yield _Entry(parameter, kind, names)
+
+
+def _layer_names(rest: str) -> tuple[str, tuple[str, ...]]:
+    """Kind and Hugging Face names of a layer's parameter, by its name within the layer."""
+    if not rest.startswith(_EXPERT):
+        return _LAYER[rest]
+    number, inner = rest.removeprefix(_EXPERT).split(".", 1)
+    kind, names = _LAYER[_MLP + inner]
+    return kind, tuple(name.replace(_MLP, f"{_MLP}experts.{number}.", 1) for name in names)
 
 
 class _Checkpoint:
