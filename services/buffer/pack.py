@@ -173,6 +173,7 @@ def _shape(sample: _Opened) -> SampleShape:
         len(data["loss_mask"]),
         len(data["log_probs"]) // 4,
         tuple((span.version, span.start, span.end) for span in message.versions),
+        message.rollout_index if message.HasField("rollout_index") else message.index,
     )
 
 
@@ -196,6 +197,7 @@ def _pack(item: pb.LeasedGroup, samples: list[_Opened], shapes: list[SampleShape
             min_version=min(versions, default=oldest or 0),
             max_version=max(versions, default=oldest or 0),
             status=message.status,
+            rollout_index=message.rollout_index if message.HasField("rollout_index") else None,
         )
         rewards.append(reward)
         parts: list[bytes] = []

@@ -67,6 +67,7 @@ def sample_to_proto(sample: Sample, *, with_tensors: bool = True) -> sample_pb2.
         tool_seconds=sample.tool_seconds,
         metadata_json=sample.metadata_json,
         engine_id=sample.engine_id,
+        rollout_index=sample.rollout_index,
     )
     if with_tensors:
         message.tokens.CopyFrom(to_proto(sample.tokens.astype(np.int32, copy=False)))
@@ -100,6 +101,7 @@ def sample_from_proto(message: sample_pb2.Sample) -> Sample:
         metadata_json=message.metadata_json,
         engine_id=message.engine_id,
         teacher=_teacher(message) if message.HasField("teacher_log_probs") else None,
+        rollout_index=message.rollout_index if message.HasField("rollout_index") else None,
     )
     problem = sample.problem()
     if problem:

@@ -97,6 +97,8 @@ class Sample:
     metadata_json: str = ""
     engine_id: str = ""
     teacher: TeacherLogProbs | None = None
+    rollout_index: int | None = None
+    """Rollout of the group it came from, when rollouts give several samples; None: one of its own, number `index`."""
 
     @property
     def response_length(self) -> int:

@@ -63,6 +63,8 @@ def _header(message: buffer_service_pb2.SampleHeader) -> SampleHeader:
         min_version=message.min_version,
         max_version=message.max_version,
         status=SampleStatus(message.status or SampleStatus.COMPLETED),
+        index=message.index,
+        rollout_index=message.rollout_index if message.HasField("rollout_index") else None,
     )
 
 

@@ -21,6 +21,8 @@ class SampleShape:
     log_prob_count: int
     spans: tuple[tuple[int, int, int], ...]
     """(version, first response token, one past the last), in order."""
+    rollout: int = 0
+    """Number of its rollout in the group; a rollout may give several samples."""
 
     @property
     def response_length(self) -> int:
@@ -53,8 +55,12 @@ def group_problem(run_id: str, group_id: str, ordinal: int, samples: Sequence[Sa
     expected = ids.group_id(run_id, ordinal)
     if group_id != expected:
         return f"group_id {group_id!r} does not belong to ordinal {ordinal} of run {run_id} ({expected})."
-    if len(samples) != expected_count:
-        return f"group {group_id} has {len(samples)} samples; n_samples_per_prompt of the run is {expected_count}."
+    rollouts = list(dict.fromkeys(sample.rollout for sample in samples))
+    if len(rollouts) != expected_count:
+        return (
+            f"group {group_id} has samples of {len(rollouts)} rollouts; n_samples_per_prompt of the run is"
+            f" {expected_count}."
+        )
     for index, sample in enumerate(samples):
         if sample.index != index or sample.group_id != expected or sample.sample_id != ids.sample_id(expected, index):
             return (
@@ -64,6 +70,9 @@ def group_problem(run_id: str, group_id: str, ordinal: int, samples: Sequence[Sa
         problem = sample.problem()
         if problem:
             return problem
+    numbers = [sample.rollout for sample in samples]
+    if numbers != sorted(numbers) or rollouts != list(range(expected_count)):
+        return f"group {group_id} numbers its samples' rollouts {numbers}; count from 0, one rollout's side by side."
     return ""
 
 

@@ -158,6 +158,11 @@ class AlgorithmSettings(StrictModel):
         return self.loss_type == "policy_loss" and self.advantage_estimator == "ppo"
 
     @property
+    def needs_greedy_sample(self) -> bool:
+        """The first rollout of every group is decoded greedily, is compared with, and is not trained (remax)."""
+        return self.loss_type == "policy_loss" and self.advantage_estimator == "remax"
+
+    @property
     def needs_reference(self) -> bool:
         """Log-probs of a reference model are used."""
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef > 0)

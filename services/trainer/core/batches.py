@@ -9,7 +9,7 @@ import numpy as np
 
 from services.common.records import SampleStatus
 from services.common.run_spec import RunSpec
-from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages, zero_share
+from services.trainer.core.algorithms.estimators import ScoredSample, advantages_of, zero_share
 from services.trainer.core.commands import TrainResult
 from services.trainer.core.records import Batch, NodeView, SampleHeader
 from services.trainer.core.schedule import SampleSize, ScheduleSettings, StepPlan, plan_step
@@ -17,7 +17,7 @@ from services.trainer.core.schedule import SampleSize, ScheduleSettings, StepPla
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step trains. `advantages` is empty for supervised runs."""
+    """What a step trains. `advantages` is empty for supervised runs; a sample without one is not trained."""
 
     plan: StepPlan
     advantages: Mapping[str, float]
@@ -38,43 +38,73 @@ def schedule_settings(spec: RunSpec, data_parallel_size: int) -> ScheduleSetting
 
 
 def step_inputs(batch: Batch, spec: RunSpec, settings: ScheduleSettings) -> StepInputs:
-    """Plan and advantages of a batch. Raises BATCH_NOT_DIVISIBLE."""
+    """Plan and advantages of a batch. Raises BATCH_NOT_DIVISIBLE, CUSTOM_ADVANTAGE_FAILED."""
     supervised = spec.trainer.loss_type == "sft_loss"
+    scored = [] if supervised else scored_samples(batch.samples, greedy_first=spec.trainer.needs_greedy_sample)
+    advantages = advantages_of(scored, spec.trainer) if scored else {}
+    greedy = {sample.sample_id for sample in scored if sample.greedy}
     sizes = [
         SampleSize(
             sample_id=sample.sample_id,
             length=sample.length,
-            trained_tokens=sample.trained_token_count if supervised or sample.reward is not None else 0,
+            trained_tokens=sample.trained_token_count if supervised or sample.sample_id in advantages else 0,
+            rollout_id=sample.rollout_id,
+            baseline=sample.sample_id in greedy,
         )
         for sample in batch.samples
     ]
-    advantages: Mapping[str, float] = {}
+    metrics = sample_metrics(batch.samples)
     if not supervised:
-        scored = [ScoredSample(sample.sample_id, sample.group_id, sample.reward) for sample in batch.samples]
-        advantages = group_advantages(scored, normalize_std=not spec.trainer.disable_grpo_std_normalization)
-    return StepInputs(plan_step(sizes, settings), advantages, batch_metrics(batch, advantages, supervised=supervised))
+        metrics |= reward_metrics(scored, advantages) | staleness_metrics(batch)
+    return StepInputs(plan_step(sizes, settings), advantages, metrics)
 
 
-def batch_metrics(batch: Batch, advantages: Mapping[str, float], *, supervised: bool) -> dict[str, float]:
-    """Means over the samples of a batch. Rewards are those of scored samples."""
-    samples = batch.samples
+def scored_samples(samples: Sequence[SampleHeader], *, greedy_first: bool) -> list[ScoredSample]:
+    """Samples as estimators see them. `greedy_first`: the first rollout of every group is a greedy baseline."""
+    return [
+        ScoredSample(
+            sample_id=sample.sample_id,
+            group_id=sample.group_id,
+            reward=sample.reward,
+            rollout_id=sample.rollout_id,
+            # Generate functions take a sample out by its mask; one that made no token has nothing to train either.
+            removed=sample.trained_token_count == 0,
+            greedy=greedy_first and sample.rollout == 0,
+        )
+        for sample in samples
+    ]
+
+
+def sample_metrics(samples: Sequence[SampleHeader]) -> dict[str, float]:
+    """Count and lengths of the samples of a batch."""
     lengths = [sample.response_length for sample in samples]
-    metrics = {
+    return {
         "sample_count": float(len(samples)),
         "prompt_length_mean": _mean([sample.prompt_length for sample in samples]),
         "response_length_mean": _mean(lengths),
         "response_length_max": float(max(lengths, default=0)),
     }
-    if supervised:
-        return metrics
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    lags = _lags(samples, batch.policy_version)
-    return metrics | {
+
+
+def reward_metrics(samples: Sequence[ScoredSample], advantages: Mapping[str, float]) -> dict[str, float]:
+    """Rewards of scored samples, greedy baselines apart."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None and not sample.greedy]
+    baselines = [sample.reward for sample in samples if sample.reward is not None and sample.greedy]
+    metrics = {
         "reward_mean": _mean(rewards),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
-        "unscored_count": float(len(samples) - len(rewards)),
-        "truncated_fraction": _mean([sample.status is SampleStatus.TRUNCATED for sample in samples]),
+        "unscored_count": float(sum(sample.reward is None for sample in samples)),
+        "removed_count": float(sum(sample.removed for sample in samples)),
         "zero_advantage_fraction": zero_share(advantages),
+    }
+    return metrics | ({"greedy_reward_mean": _mean(baselines)} if baselines else {})
+
+
+def staleness_metrics(batch: Batch) -> dict[str, float]:
+    """How the samples were made: cut ones, and by which versions."""
+    samples, lags = batch.samples, _lags(batch.samples, batch.policy_version)
+    return {
+        "truncated_fraction": _mean([sample.status is SampleStatus.TRUNCATED for sample in samples]),
         "staleness_mean": _mean(lags),
         "staleness_max": float(max(lags, default=0)),
         "mixed_version_fraction": _mean([sample.min_version != sample.max_version for sample in samples]),

@@ -26,6 +26,19 @@ class SampleHeader:
     min_version: int
     max_version: int
     status: SampleStatus
+    index: int = 0
+    rollout_index: int | None = None
+    """Rollout of the group that it comes from, when rollouts give several samples."""
+
+    @property
+    def rollout(self) -> int:
+        """Number of its rollout in the group."""
+        return self.index if self.rollout_index is None else self.rollout_index
+
+    @property
+    def rollout_id(self) -> str:
+        """Unique in the run."""
+        return self.sample_id if self.rollout_index is None else f"{self.group_id}/{self.rollout_index}"
 
     @property
     def length(self) -> int:

@@ -24,6 +24,10 @@ class SampleSize:
     sample_id: str
     length: int
     trained_tokens: int
+    rollout_id: str = ""
+    """Samples of one rollout, which come one after another, stay in one optimizer step; empty: of its own."""
+    baseline: bool = False
+    """Its reward was all that was wanted of it: no rank gets it."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +78,32 @@ def round_up(tokens: int, multiple: int) -> int:
 
 
 def plan_step(samples: Sequence[SampleSize], settings: ScheduleSettings) -> StepPlan:
-    """Plan of a batch: consecutive equal parts become optimizer steps, each packed and dealt by itself.
+    """Plan of a batch: consecutive parts of equally many rollouts become optimizer steps, each packed and dealt by
+    itself.
 
     Raises:
-        ServiceError: BATCH_NOT_DIVISIBLE when the samples do not divide into the optimizer steps.
+        ServiceError: BATCH_NOT_DIVISIBLE when the rollouts do not divide into the optimizer steps, or a step would
+            have baselines only.
     """
     steps = settings.optimizer_steps
-    if not samples or len(samples) % steps:
+    keys = [sample.rollout_id or sample.sample_id for sample in samples]
+    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    size = len(place) // steps
+    parts: list[list[SampleSize]] = [[] for _ in range(steps)]
+    if size * steps == len(place):
+        for sample, key in zip(samples, keys, strict=True):
+            if not sample.baseline:
+                parts[place[key] // size].append(sample)
+    if not all(parts):
         raise ServiceError(
             Code.FAILED_PRECONDITION,
             "BATCH_NOT_DIVISIBLE",
-            f"A batch of {len(samples)} samples does not divide into num_steps_per_rollout {steps} equal parts;"
-            " choose them by the batch law.",
-            sample_count=len(samples),
+            f"A batch of {len(place)} rollouts does not divide into num_steps_per_rollout {steps} equal parts that have"
+            " something to train; choose them by the batch law.",
+            rollout_count=len(place),
             optimizer_steps=steps,
         )
-    size = len(samples) // steps
-    return StepPlan(tuple(_plan_part(samples[i * size : (i + 1) * size], settings) for i in range(steps)))
+    return StepPlan(tuple(_plan_part(part, settings) for part in parts))
 
 
 def _plan_part(samples: Sequence[SampleSize], settings: ScheduleSettings) -> OptimizerStepPlan:

@@ -136,6 +136,19 @@ def test_what_is_wrong_with_a_group_is_said():
     assert oldest_version([shape(spans=())]) is None
 
 
+def test_a_rollout_may_give_several_samples():
+    def group(*rollouts):
+        samples = [
+            shape(index=index, sample_id=f"r-3-{index}", rollout=rollout) for index, rollout in enumerate(rollouts)
+        ]
+        return group_problem("r", "r-3", 3, samples, 2)
+
+    assert group(0, 1) == group(0, 0, 0, 1) == group(0, 1, 1) == ""
+    assert "samples of 1 rollouts" in group(0, 0)
+    assert "numbers its samples' rollouts [0, 1, 0]" in group(0, 1, 0)
+    assert "numbers its samples' rollouts [1, 2]" in group(1, 2)
+
+
 def test_a_message_with_wrong_tensors_is_refused_without_failing_the_request():
     item = pb.LeasedGroup(lease_id="3.1.0")
     item.group.group_id, item.group.ordinal = "r-3", 3

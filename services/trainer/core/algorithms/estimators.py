@@ -110,13 +110,20 @@ def leave_one_out(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def greedy_baseline(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """ReMax: reward − reward of the group's greedy sample. A group whose greedy sample is unscored has no numbers.
+    """ReMax: reward − reward of the group's greedy sample (mean, if its rollout gave several). A group without a scored
+    greedy sample has no numbers.
 
     Formula: Li et al., "ReMax: a simple, effective, and efficient RL method for aligning LLMs" (2024), §4.
     """
-    baselines = {sample.group_id: sample.reward for sample in samples if sample.greedy and sample.reward is not None}
-    groups = [members for group, members in _groups(samples).items() if group in baselines]
-    return {name: reward - baselines[members[0].group_id] for members in groups for name, reward in _trained(members)}
+    baselines: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.greedy and sample.reward is not None:
+            baselines.setdefault(sample.group_id, []).append(sample.reward)
+    advantages: dict[str, float] = {}
+    for group, members in _groups(samples).items():
+        if found := baselines.get(group):
+            advantages |= {name: reward - math.fsum(found) / len(found) for name, reward in _trained(members)}
+    return advantages
 
 
 def raw_rewards(samples: Sequence[ScoredSample]) -> dict[str, float]:

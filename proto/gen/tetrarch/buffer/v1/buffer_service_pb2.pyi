@@ -804,6 +804,7 @@ class SampleHeader(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_INDEX_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Sample."""
     group_id: _builtins.str
@@ -824,6 +825,8 @@ class SampleHeader(_message.Message):
     """Newest weight version in the sample."""
     status: _sample_pb2.SampleStatus.ValueType
     """How generation ended."""
+    rollout_index: _builtins.int
+    """Rollout of the group it came from, where rollouts give several samples each; absent: a rollout of its own."""
     def __init__(
         self,
         *,
@@ -837,14 +840,20 @@ class SampleHeader(_message.Message):
         min_version: _builtins.int = ...,
         max_version: _builtins.int = ...,
         status: _sample_pb2.SampleStatus.ValueType = ...,
+        rollout_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_rollout_index", b"_rollout_index", "reward", b"reward", "rollout_index", b"rollout_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "group_id", b"group_id", "index", b"index", "max_version", b"max_version", "min_version", b"min_version", "prompt_length", b"prompt_length", "response_length", b"response_length", "reward", b"reward", "sample_id", b"sample_id", "status", b"status", "trained_token_count", b"trained_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_rollout_index", b"_rollout_index", "group_id", b"group_id", "index", b"index", "max_version", b"max_version", "min_version", b"min_version", "prompt_length", b"prompt_length", "response_length", b"response_length", "reward", b"reward", "rollout_index", b"rollout_index", "sample_id", b"sample_id", "status", b"status", "trained_token_count", b"trained_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__rollout_index: _TypeAlias = _typing.Literal["rollout_index"]  # noqa: Y015
+    _WhichOneofArgType__rollout_index: _TypeAlias = _typing.Literal["_rollout_index", b"_rollout_index"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout_index) -> _WhichOneofReturnType__rollout_index | None: ...
 
 Global___SampleHeader: _TypeAlias = SampleHeader  # noqa: Y015
 

@@ -204,6 +204,7 @@ class Sample(_message.Message):
     TEACHER_LOG_PROBS_FIELD_NUMBER: _builtins.int
     TEACHER_TOP_IDS_FIELD_NUMBER: _builtins.int
     TEACHER_TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_INDEX_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique within the run: group id and index."""
     group_id: _builtins.str
@@ -230,6 +231,10 @@ class Sample(_message.Message):
     """Metadata of the generate function as a JSON object."""
     engine_id: _builtins.str
     """Engine that produced the last tokens."""
+    rollout_index: _builtins.int
+    """Rollout of the group it came from, from 0, where rollouts give several samples each; absent: a rollout of its own,
+    whose number is `index`.
+    """
     @_builtins.property
     def reward_details(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Further named scores of the grader, for metrics."""
@@ -295,14 +300,20 @@ class Sample(_message.Message):
         teacher_log_probs: _tensor_pb2.Tensor | None = ...,
         teacher_top_ids: _tensor_pb2.Tensor | None = ...,
         teacher_top_log_probs: _tensor_pb2.Tensor | None = ...,
+        rollout_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "reward", b"reward", "teacher_log_probs", b"teacher_log_probs", "teacher_top_ids", b"teacher_top_ids", "teacher_top_log_probs", b"teacher_top_log_probs", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_rollout_index", b"_rollout_index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "reward", b"reward", "rollout_index", b"rollout_index", "teacher_log_probs", b"teacher_log_probs", "teacher_top_ids", b"teacher_top_ids", "teacher_top_log_probs", b"teacher_top_log_probs", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "engine_id", b"engine_id", "group_id", b"group_id", "index", b"index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "metadata_json", b"metadata_json", "prompt_length", b"prompt_length", "response", b"response", "response_length", b"response_length", "reward", b"reward", "reward_details", b"reward_details", "sample_id", b"sample_id", "side_payloads", b"side_payloads", "status", b"status", "teacher_log_probs", b"teacher_log_probs", "teacher_top_ids", b"teacher_top_ids", "teacher_top_log_probs", b"teacher_top_log_probs", "tokens", b"tokens", "tool_seconds", b"tool_seconds", "turn_count", b"turn_count", "unscored_reason", b"unscored_reason", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_rollout_index", b"_rollout_index", "engine_id", b"engine_id", "group_id", b"group_id", "index", b"index", "log_probs", b"log_probs", "loss_mask", b"loss_mask", "metadata_json", b"metadata_json", "prompt_length", b"prompt_length", "response", b"response", "response_length", b"response_length", "reward", b"reward", "reward_details", b"reward_details", "rollout_index", b"rollout_index", "sample_id", b"sample_id", "side_payloads", b"side_payloads", "status", b"status", "teacher_log_probs", b"teacher_log_probs", "teacher_top_ids", b"teacher_top_ids", "teacher_top_log_probs", b"teacher_top_log_probs", "tokens", b"tokens", "tool_seconds", b"tool_seconds", "turn_count", b"turn_count", "unscored_reason", b"unscored_reason", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__rollout_index: _TypeAlias = _typing.Literal["rollout_index"]  # noqa: Y015
+    _WhichOneofArgType__rollout_index: _TypeAlias = _typing.Literal["_rollout_index", b"_rollout_index"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout_index) -> _WhichOneofReturnType__rollout_index | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
