@@ -88,9 +88,10 @@ def plan_step(samples: Sequence[SampleSize], settings: ScheduleSettings) -> Step
     steps = settings.optimizer_steps
     keys = [sample.rollout_id or sample.sample_id for sample in samples]
     place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    size = len(place) // steps
+    rollouts = len(place)
+    size = rollouts // steps
     parts: list[list[SampleSize]] = [[] for _ in range(steps)]
-    if size * steps == len(place):
+    if size * steps == rollouts:
         for sample, key in zip(samples, keys, strict=True):
             if not sample.baseline:
                 parts[place[key] // size].append(sample)
@@ -98,9 +99,9 @@ def plan_step(samples: Sequence[SampleSize], settings: ScheduleSettings) -> Step
         raise ServiceError(
             Code.FAILED_PRECONDITION,
             "BATCH_NOT_DIVISIBLE",
-            f"A batch of {len(place)} rollouts does not divide into num_steps_per_rollout {steps} equal parts that have"
+            f"A batch of {rollouts} rollouts does not divide into num_steps_per_rollout {steps} equal parts that have"
             " something to train; choose them by the batch law.",
-            rollout_count=len(place),
+            rollout_count=rollouts,
             optimizer_steps=steps,
         )
     return StepPlan(tuple(_plan_part(part, settings) for part in parts))

@@ -227,8 +227,12 @@ def _custom(
 
 
 def _custom_failed(path: str, why: str) -> ServiceError:
-    sentence = f"{CUSTOM_KEY} {path!r} {why}. It must return a finite advantage by sample id."
-    return ServiceError(Code.FAILED_PRECONDITION, "CUSTOM_ADVANTAGE_FAILED", sentence, path=path)
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "CUSTOM_ADVANTAGE_FAILED",
+        f"{CUSTOM_KEY} {path!r} {why}. It must return a finite advantage by sample id.",
+        path=path,
+    )
 
 
 def zero_share(advantages: Mapping[str, float]) -> float:
