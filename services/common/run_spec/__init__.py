@@ -17,6 +17,7 @@ from pydantic import field_validator, model_validator
 
 from services.common.run_spec.algorithm import ADVANTAGE_ESTIMATORS
 from services.common.run_spec.data import DataSettings, PromptSet
+from services.common.run_spec.replay import replay_problem
 from services.common.run_spec.reward import GRADERS, RewardSettings
 from services.common.run_spec.rollout import RolloutSettings
 from services.common.run_spec.trainer import TrainerSettings
@@ -142,6 +143,16 @@ class RunSpec(StrictModel):
                 step_path(rollout.save_debug_rollout_data, 0)
             except ValueError as error:
                 raise ValueError(f"save_debug_rollout_data {rollout.save_debug_rollout_data}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> RunSpec:
+        rollout = self.rollout
+        problem = replay_problem(
+            self.trainer, engineless=self.engineless, top_p=rollout.rollout_top_p, top_k=rollout.rollout_top_k
+        )
+        if problem:
+            raise ValueError(problem)
         return self
 
     @property

@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from services.common.run_spec.critic import CriticSettings
 from services.common.run_spec.distillation import DistillationSettings
+from services.common.run_spec.replay import ReplaySettings
 
 
-class TrainerSettings(CriticSettings, DistillationSettings):
+class TrainerSettings(CriticSettings, DistillationSettings, ReplaySettings):
     """Training and weight updates (used by the trainer)."""
 
     load: str | None = None

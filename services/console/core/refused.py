@@ -20,7 +20,7 @@ _DEBUG = (
     "`tetrarch samples` shows what was generated, `tetrarch export-samples` writes a step to a file and"
     " save_debug_rollout_data every step, and load_debug_rollout_data trains it"
 )
-_REPLAY = "mixture-of-experts models are not supported yet"
+_MOE = "experts are read from config.json of hf_checkpoint; the router has no auxiliary loss, and no token is dropped"
 _TEACHER = (
     "a teacher is a Hugging Face checkpoint on the ranks (opd_teacher_load), or any engine with SGLang's API"
     " (opd_teacher_url)"
@@ -98,7 +98,6 @@ _BY_REASON: dict[str, str] = {
         "only_train_params_name_list freeze_params_name_list freeze_indexer mtp_num_layers mtp_loss_scaling_factor"
         " enable_mtp_training"
     ),
-    _REPLAY: "use_routing_replay use_rollout_routing_replay",
     _CHECKPOINT: "async_save no_save_optim no_save_rng no_load_optim no_load_rng finetune start_rollout_id ckpt_format",
     "run `tetrarch export` for a Hugging Face checkpoint": "save_hf",
     _DATA: (
@@ -149,7 +148,7 @@ PREFIXES: dict[str, str] = {
     "ci_": _CI,
     "teacher_": _TEACHER,
     "megatron_": "arguments of Megatron-LM do not pass through; the trainer's keys are in docs/flags.md",
-    "moe_": _REPLAY,
+    "moe_": _MOE,
     "router_": _ROUTER,
 }
 """Reason by the beginning of a key."""
