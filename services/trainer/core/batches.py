@@ -10,18 +10,22 @@ import numpy as np
 from services.common.records import SampleStatus
 from services.common.run_spec import RunSpec
 from services.trainer.core.algorithms.estimators import ScoredSample, advantages_of, zero_share
+from services.trainer.core.algorithms.overlong import with_overlong_penalty
 from services.trainer.core.commands import TrainResult
+from services.trainer.core.critic import critic_spec, data_parallel_size
 from services.trainer.core.records import Batch, NodeView, SampleHeader
 from services.trainer.core.schedule import SampleSize, ScheduleSettings, StepPlan, plan_step
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step trains. `advantages` is empty for supervised runs; a sample without one is not trained."""
+    """What a step trains. `advantages` is empty for supervised runs; a sample without one is not trained. critic_plan:
+    the same samples dealt to the critic's ranks, when there is one."""
 
     plan: StepPlan
     advantages: Mapping[str, float]
     metrics: Mapping[str, float]
+    critic_plan: StepPlan | None = None
 
 
 def schedule_settings(spec: RunSpec, data_parallel_size: int) -> ScheduleSettings:
@@ -34,6 +38,8 @@ def schedule_settings(spec: RunSpec, data_parallel_size: int) -> ScheduleSetting
         max_tokens=trainer.micro_batch_tokens,
         micro_batch_size=trainer.micro_batch_size,
         pad_multiple=trainer.pad_multiple,
+        normalizer=trainer.normalizer,
+        loss_constant=trainer.loss_constant or spec.rollout.rollout_max_response_len,
     )
 
 
@@ -41,7 +47,8 @@ def step_inputs(batch: Batch, spec: RunSpec, settings: ScheduleSettings) -> Step
     """Plan and advantages of a batch. Raises BATCH_NOT_DIVISIBLE, CUSTOM_ADVANTAGE_FAILED."""
     supervised = spec.trainer.loss_type == "sft_loss"
     scored = [] if supervised else scored_samples(batch.samples, greedy_first=spec.trainer.needs_greedy_sample)
-    advantages = advantages_of(scored, spec.trainer) if scored else {}
+    shaped = _shaped(scored, batch.samples, spec)
+    advantages = advantages_of(shaped, spec.trainer) if shaped else {}
     greedy = {sample.sample_id for sample in scored if sample.greedy}
     sizes = [
         SampleSize(
@@ -56,7 +63,14 @@ def step_inputs(batch: Batch, spec: RunSpec, settings: ScheduleSettings) -> Step
     metrics = sample_metrics(batch.samples)
     if not supervised:
         metrics |= reward_metrics(scored, advantages) | staleness_metrics(batch)
-    return StepInputs(plan_step(sizes, settings), advantages, metrics)
+    if not supervised and spec.reward.overlong_buffer_len:
+        penalties = [s.reward - r.reward for s, r in zip(shaped, scored, strict=True) if s.reward is not None]
+        metrics["overlong_penalty_mean"] = _mean(penalties)
+    critic_plan = None
+    if spec.trainer.needs_critic:
+        critic = critic_spec(spec)
+        critic_plan = plan_step(sizes, schedule_settings(critic, data_parallel_size(critic)))
+    return StepInputs(plan_step(sizes, settings), advantages, metrics, critic_plan)
 
 
 def scored_samples(samples: Sequence[SampleHeader], *, greedy_first: bool) -> list[ScoredSample]:
@@ -73,6 +87,15 @@ def scored_samples(samples: Sequence[SampleHeader], *, greedy_first: bool) -> li
         )
         for sample in samples
     ]
+
+
+def _shaped(scored: list[ScoredSample], samples: Sequence[SampleHeader], spec: RunSpec) -> list[ScoredSample]:
+    """Samples with what the run adds to rewards."""
+    buffer, factor = spec.reward.overlong_buffer_len, spec.reward.overlong_penalty_factor
+    if buffer is None:
+        return scored
+    lengths = {sample.sample_id: sample.response_length for sample in samples}
+    return with_overlong_penalty(scored, lengths, spec.rollout.rollout_max_response_len, buffer, factor)
 
 
 def sample_metrics(samples: Sequence[SampleHeader]) -> dict[str, float]:

@@ -11,10 +11,12 @@ than ranks: the rank then computes on padding with weight zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.errors import Code, ServiceError
+from services.trainer.core.algorithms.normalizers import Normalizer, sample_weights
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,16 @@ class ScheduleSettings:
     max_tokens: int = 4096
     micro_batch_size: int = 1
     pad_multiple: int = 1
+    normalizer: Normalizer = "sample_mean"
+    loss_constant: float | None = None
+    """What a token counts in the loss, see `algorithms.normalizers`."""
+
+
+class LossWeight(NamedTuple):
+    """weight: of each trained token of a sample. count: what the sample adds to the divisor of the optimizer step."""
+
+    weight: float
+    count: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class OptimizerStepPlan:
     micro_batches: tuple[tuple[tuple[str, ...], ...], ...]
     sample_count: int
     trained_tokens: int
+    loss_weights: Mapping[str, LossWeight]
+    """By sample."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +130,19 @@ def _plan_part(samples: Sequence[SampleSize], settings: ScheduleSettings) -> Opt
         micro_batches=_deal(bins, settings.data_parallel_size),
         sample_count=len(samples),
         trained_tokens=sum(sample.trained_tokens for sample in samples),
+        loss_weights=_loss_weights(samples, settings),
     )
+
+
+def _loss_weights(samples: Sequence[SampleSize], settings: ScheduleSettings) -> dict[str, LossWeight]:
+    found = sample_weights(
+        [sample.trained_tokens for sample in samples],
+        settings.normalizer,
+        rollouts=[sample.rollout_id or sample.sample_id for sample in samples],
+        constant=settings.loss_constant,
+    )
+    pairs = zip(found.weights.tolist(), found.counts.tolist(), strict=True)
+    return {sample.sample_id: LossWeight(*pair) for sample, pair in zip(samples, pairs, strict=True)}
 
 
 def _tokens(micro_batch: Sequence[SampleSize]) -> int:

@@ -1,4 +1,5 @@
-"""What a trained token counts in the loss. Pure numpy and torch; knows no formulas of losses.
+"""What a trained token counts in the loss. Pure numpy, for the controller makes the weights and has no torch;
+knows no formulas of losses.
 
 The loss of an optimizer step is a sum over its trained tokens, each times its sample's weight, over the sum of its
 samples' counts. Both are made for the whole optimizer step at once, so sums over any split into micro-batches and ranks
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 Normalizer = Literal["token_mean", "sample_mean", "rollout_mean", "constant"]
 
@@ -66,6 +66,6 @@ def sample_weights(
     return SampleWeights(1 / totals[places].clip(1), counts)
 
 
-def token_weights(trained_tokens: Sequence[int], weights: Sequence[float] | np.ndarray) -> torch.Tensor:
+def token_weights(trained_tokens: Sequence[int], weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Weight of every trained token of some samples, one sample after another, float32 [sum of trained_tokens]."""
-    return torch.from_numpy(np.repeat(np.asarray(weights, np.float32), np.asarray(trained_tokens, np.int64)))
+    return np.repeat(np.asarray(weights, np.float32), np.asarray(trained_tokens, np.int64))
