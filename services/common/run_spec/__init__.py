@@ -131,6 +131,20 @@ class RunSpec(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _check_overlong(self) -> RunSpec:
+        buffer, longest = self.reward.overlong_buffer_len, self.rollout.rollout_max_response_len
+        if buffer is None:
+            return self
+        if self.trainer.loss_type == "sft_loss":
+            raise ValueError("overlong_buffer_len lowers rewards, and loss_type sft_loss has none; leave it out")
+        if buffer > longest:
+            raise ValueError(
+                f"overlong_buffer_len {buffer} is more than rollout_max_response_len {longest}, so every response would"
+                " be penalized; choose a smaller one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_debug(self) -> RunSpec:
         rollout = self.rollout
         if rollout.debug_train_only and not rollout.load_debug_rollout_data:

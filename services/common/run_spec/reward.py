@@ -24,6 +24,11 @@ class RewardSettings(StrictModel):
     """Seconds until a sample counts as unscored."""
     group_rm: bool = False
     """Give a custom function all samples of a group in one call."""
+    overlong_buffer_len: int | None = Field(default=None, ge=1)
+    """Soft over-long penalty: the trainer lowers the reward of a response in the last so many tokens below
+    rollout_max_response_len, the more the longer it is. Filters see rewards without it. Not set: none."""
+    overlong_penalty_factor: float = Field(default=1.0, gt=0)
+    """Penalty at rollout_max_response_len."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,4 +45,9 @@ class RewardSettings(StrictModel):
             raise ValueError("rm_type custom needs custom_rm_path, the import path of the reward function")
         if self.custom_rm_path and self.rm_type != "custom":
             raise ValueError(f"custom_rm_path is set but rm_type is {self.rm_type!r}; set rm_type to custom")
+        if self.overlong_penalty_factor != 1 and self.overlong_buffer_len is None:
+            raise ValueError(
+                f"overlong_penalty_factor {self.overlong_penalty_factor} has no effect without overlong_buffer_len; set"
+                " it too"
+            )
         return self
