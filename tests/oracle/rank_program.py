@@ -89,7 +89,7 @@ class Trainee:
 
     def step(self, seed: int) -> dict[str, float]:
         """One step on the batch of a seed; its metrics."""
-        from services.trainer.ranks.train import PartTimer
+        from services.trainer.ranks.timing import PartTimer
 
         samples = random_samples(seed)
         sizes = [
@@ -284,7 +284,7 @@ def percentiles() -> tuple[float, float, float]:
     """99th percentile of 0..999 dealt unevenly over the data-parallel ranks, median of the same, and of nothing."""
     from megatron.core import parallel_state
 
-    from services.trainer.ranks.train import percentile
+    from services.trainer.ranks.statistics import percentile
 
     group = parallel_state.get_data_parallel_group()
     values = torch.randperm(1000, generator=torch.Generator().manual_seed(7)).float()
