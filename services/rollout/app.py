@@ -22,6 +22,7 @@ from services.rollout.adapters.reward_client import GrpcScorer
 from services.rollout.adapters.router import SGLangRouter
 from services.rollout.adapters.sglang_launch import SGLangFactory
 from services.rollout.adapters.simulated import SimulatedFactory
+from services.rollout.adapters.teacher import HttpTeacher
 from services.rollout.adapters.tokenizer import load_tokenizer
 from services.rollout.adapters.weight_files import SharedVersions
 from services.rollout.config import RolloutNodeSettings
@@ -76,6 +77,7 @@ class App:
                 make_factory=_factory,
                 make_router=lambda fleet: _router(fleet, log_dir),
                 open_files=lambda run: _files(run, self._node_id, log_dir),
+                open_teacher=lambda run: HttpTeacher(run.teacher.url) if run.teacher else None,
             ),
         )
         self.server.add(

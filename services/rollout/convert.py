@@ -22,7 +22,7 @@ from services.rollout.core.evaluation import EvaluationProgress, EvaluationReque
 from services.rollout.core.fleet import EngineSlot
 from services.rollout.core.node import Node
 from services.rollout.core.ports import ActiveRun
-from services.rollout.core.run_settings import FilesSettings, FleetSettings, RunSettings, ScoreSettings
+from services.rollout.core.run_settings import FilesSettings, FleetSettings, RunSettings, ScoreSettings, TeacherSettings
 from services.rollout.core.update_state import UpdateRequest
 
 
@@ -62,6 +62,7 @@ def run_settings(run: ActiveRun) -> RunSettings:
         pause_mode=rollout.pause_mode,
         max_staleness=spec.trainer.max_staleness,
         files=_files(spec),
+        teacher=_teacher(spec),
         generate_path=rollout.custom_generate_function_path,
         filter_path=rollout.dynamic_sampling_filter_path,
         keys=keys | {"run_id": run.run_id},
@@ -73,6 +74,13 @@ def _files(spec: RunSpec) -> FilesSettings | None:
     local = trainer.update_weight_local_checkpoint_dir or ""
     directory = trainer.update_weight_disk_dir
     return FilesSettings(directory, local, copies_full=bool(local)) if directory else None
+
+
+def _teacher(spec: RunSpec) -> TeacherSettings | None:
+    trainer = spec.trainer
+    if not trainer.use_opd or trainer.opd_teacher_url is None:
+        return None
+    return TeacherSettings(trainer.opd_teacher_url, trainer.opd_top_k or 0, trainer.opd_teacher_timeout)
 
 
 def _sampling(spec: RunSpec) -> SamplingParams:

@@ -24,6 +24,7 @@ _COUNTERS = {
     "idle_seconds": "Seconds with no prompt to work on.",
     "generate_seconds": "Seconds of generation, summed over samples.",
     "score_seconds": "Seconds of scoring, summed over groups.",
+    "teacher_seconds": "Seconds of asking the teacher, summed over groups.",
     "pause_seconds": "Seconds engines stood still for weight updates.",
     "transfer_seconds": "Seconds in which weights arrived, summed over engines.",
     "received_bytes": "Bytes of weights received, summed over engines.",

@@ -170,6 +170,24 @@ class SimulatedModel:
         for request in self.running.values():
             request.planned = None
 
+    def prompt_log_probs(
+        self, input_ids: tuple[int, ...], first: int, top_k: int
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Log-probs [n] of the input's tokens from `first` on, and the `top_k` most likely ids [n, top_k] with theirs.
+        They depend on seed, input and version, and are consistent: no token is likelier than those listed before it."""
+        digest = hashlib.blake2b(np.array(input_ids, dtype=np.int64).tobytes(), digest_size=16)
+        digest.update(f"{self.settings.seed}/prompt/{self._source}".encode())
+        rng = np.random.Generator(np.random.Philox(int.from_bytes(digest.digest(), "little")))
+        sampled, top_ids, top = [], [], []
+        for token in input_ids[first:]:
+            logits = 2.0 * rng.standard_normal(self.vocab_size)
+            log_probs = logits - np.log(np.exp(logits).sum())
+            order = np.argsort(-log_probs, kind="stable")[:top_k]
+            sampled.append(float(np.float32(log_probs[token])))
+            top_ids.append(order.tolist())
+            top.append(log_probs[order].astype(np.float32).tolist())
+        return sampled, top_ids, top
+
     def _admit(self, now: float) -> None:
         for key, request in list(self.waiting.items()):
             if len(self.running) >= self.settings.max_running_requests:

@@ -126,6 +126,8 @@ class SimulatedServer:
         problem = self._problem(ids, params)
         if problem:
             return _error(problem)
+        if params.get("max_new_tokens") == 0:
+            return JSONResponse(self._prompt_answer(body))
         count = params.get("n", 1)
         begun = time.monotonic()
         samples = await asyncio.gather(*(self.model.submit(tuple(ids), i, params, self.eos) for i in range(count)))
@@ -141,7 +143,8 @@ class SimulatedServer:
         for key, (allowed, holds) in RANGES.items():
             if params.get(key) is not None and not holds(params[key]):
                 return f"{key} must be {allowed}, got {params[key]}."
-        if len(ids) + (params.get("max_new_tokens") or 128) > self.context_length:
+        wanted = params.get("max_new_tokens", 128)
+        if len(ids) + (128 if wanted is None else wanted) > self.context_length:
             return f"The request of {len(ids)} input tokens exceeds the context of {self.context_length} tokens."
         if not all(0 <= token < self.vocab_size for token in ids):
             return f"input_ids must be below the vocabulary size {self.vocab_size}."
@@ -168,6 +171,29 @@ class SimulatedServer:
                 "e2e_latency": time.monotonic() - begun,
             },
         }
+
+    def _prompt_answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Nothing is generated: log-probs of the input from `logprob_start_len` on, as SGLang lists them."""
+        ids, first = body["input_ids"], body.get("logprob_start_len", -1)
+        first, top_k = len(ids) if first < 0 else first, body.get("top_logprobs_num", 0)
+        sampled, top_ids, top = self.model.prompt_log_probs(tuple(ids), first, top_k)
+        rows = [[p, token, None] for p, token in zip(sampled, ids[first:], strict=True)]
+        tops = [[[p, token, None] for p, token in zip(*row, strict=True)] for row in zip(top, top_ids, strict=True)]
+        if rows:  # nothing comes before the first token, so nothing is said of it
+            rows[0][0], tops[0] = None, None
+        meta = {
+            "id": body.get("rid") or "prompt",
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": len(ids),
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "weight_version": self.model.version,
+            "input_token_logprobs": rows,
+            "output_token_logprobs": [],
+        }
+        if top_k:
+            meta |= {"input_top_logprobs": tops, "output_top_logprobs": []}
+        return {"text": "", "output_ids": [], "meta_info": meta}
 
     def _text(self, tokens: list[int]) -> str:
         if self._tokenizer is None:

@@ -16,6 +16,8 @@ class Counters:
     """Over samples."""
     score_seconds: float = 0.0
     """Over groups."""
+    teacher_seconds: float = 0.0
+    """Over groups."""
     failed_group_count: int = 0
     unscored_sample_count: int = 0
     lost_lease_count: int = 0

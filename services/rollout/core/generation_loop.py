@@ -24,6 +24,7 @@ from services.rollout.core.filters import Rejected
 from services.rollout.core.makers import Interrupted
 from services.rollout.core.ports import Lease, PromptBuffer, PutResult
 from services.rollout.core.run_settings import RunSettings
+from services.rollout.core.teaching import AWAY
 
 log = get_logger(__name__)
 
@@ -159,7 +160,7 @@ class GenerationLoop:
     async def _handle(self, lease: Lease) -> None:
         # Every part has a deadline of its own; these hold what they forget, so that no lease is extended for ever.
         run = self._run
-        seconds = run.generate_timeout + run.score.timeout + _PUT_SECONDS
+        seconds = run.generate_timeout + run.score.timeout + _PUT_SECONDS + (run.teacher.timeout if run.teacher else 0)
         group = None
         try:
             async with asyncio.timeout(seconds):
@@ -218,6 +219,9 @@ class GenerationLoop:
         """Releases a failed prompt for another attempt; evicts it when that is useless or was the last."""
         self._counters.failed_group_count += 1
         self._failures += 1
+        if error.reason == AWAY:
+            await self._wait_for_teacher(lease, error)
+            return
         attempt = lease.attempt + 1
         hopeless = error.code is Code.INVALID_ARGUMENT and not may_pass(error)
         final = hopeless or attempt >= self._run.max_prompt_attempts
@@ -230,6 +234,12 @@ class GenerationLoop:
         if self._failures >= 5:
             self.problem = f"{self._failures} groups failed in a row, the last one because: {error}"
         await self._release([lease.lease_id], reason)
+
+    async def _wait_for_teacher(self, lease: Lease, error: ServiceError) -> None:
+        """Releases a prompt whose teacher is away: that is no failure of its own, however long it takes."""
+        log.warning("a group waits for its teacher", group=lease.prompt.group_id, error=str(error))
+        self.problem = f"Groups wait for the teacher: {error}"
+        await self._release([lease.lease_id], unharmed=True)
 
     async def _hand_over(self, lease: Lease, group: Group) -> None:
         """Gives a prompt back with what was made of it."""
@@ -336,6 +346,8 @@ def _passing(error: ServiceError) -> bool:
 
 def _group_bytes(item: tuple[str, Group]) -> float:
     def size(sample: Sample) -> int:
-        return sample.tokens.nbytes + sample.loss_mask.nbytes + sample.log_probs.nbytes + len(sample.response) + 256
+        taught = sum(array.nbytes for array in vars(sample.teacher).values()) if sample.teacher else 0
+        known = sample.tokens.nbytes + sample.loss_mask.nbytes + sample.log_probs.nbytes
+        return known + taught + len(sample.response) + 256
 
     return sum(size(sample) for sample in item[1].samples)

@@ -22,7 +22,7 @@ from services.rollout.core.engine_port import EngineFactory, Router
 from services.rollout.core.filters import make_filter
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.generate import check_function
-from services.rollout.core.ports import ActiveRun, PromptBuffer, Scorer, Tokenizer
+from services.rollout.core.ports import ActiveRun, PromptBuffer, Scorer, Teacher, Tokenizer
 from services.rollout.core.replay import check_replay
 from services.rollout.core.run_settings import FleetSettings, RunSettings
 from services.rollout.core.session import RunSession, Services
@@ -47,6 +47,8 @@ class Outside:
     make_router: Callable[[FleetSettings], Router]
     open_files: Callable[[RunSettings], VersionFiles | None] = lambda run: None
     """A run's weights as files."""
+    open_teacher: Callable[[RunSettings], Teacher | None] = lambda run: None
+    """Of a run that distils one behind a URL."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,8 @@ class Node:
             fleet = await self._engines_for(run.fleet)
             await fleet.begin_run(run.run_id, birth)
         files = self._outside.open_files(run) if run.files else None
-        services = Services(self._outside.buffer, self._outside.scorer, self.counters, files)
+        teacher = self._outside.open_teacher(run)
+        services = Services(self._outside.buffer, self._outside.scorer, self.counters, files, teacher)
         self.session = RunSession(run, services, tokenizer, fleet)
         self.session.start()
         log.info("run taken", run=run.run_id, engines=len(self.slots), supervised=run.sft)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.records import Group, Prompt
+from services.common.records import Group, Prompt, Sample, TeacherLogProbs
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,19 @@ class Scorer(Protocol):
 
     async def score(self, call: ScoreCall, items: Sequence[ScoreItem]) -> list[Score]:
         """One score per item, in order."""
+        ...
+
+
+class Teacher(Protocol):
+    """The teacher of an on-policy distillation."""
+
+    async def log_probs(self, sample: Sample, top_k: int, timeout: float) -> TeacherLogProbs:
+        """Log-probs of a sample's response within `timeout` seconds; with the `top_k` most likely tokens.
+        UNAVAILABLE and DEADLINE_EXCEEDED mean that asking again makes sense."""
+        ...
+
+    async def close(self) -> None:
+        """Closes its connections."""
         ...
 
 

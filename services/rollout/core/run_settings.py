@@ -36,6 +36,16 @@ class ScoreSettings:
 
 
 @dataclass(frozen=True)
+class TeacherSettings:
+    """The engine that grades tokens. `top_k`: most likely tokens wanted at each place, 0 for none; `timeout`: seconds
+    for a sample."""
+
+    url: str
+    top_k: int = 0
+    timeout: float = 120.0
+
+
+@dataclass(frozen=True)
 class FilesSettings:
     """Where weights are as files. `directory`: shared with the trainer; `local`: for a copy, empty for the node's own
     choice; `copies_full`: whether full files are copied as well."""
@@ -68,6 +78,7 @@ class RunSettings:
     pause_mode: str = "retract"
     max_staleness: int = 0
     files: FilesSettings | None = None
+    teacher: TeacherSettings | None = None
     generate_path: str | None = None
     filter_path: str | None = None
     """Function that keeps or rejects a scored group."""

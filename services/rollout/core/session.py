@@ -20,11 +20,12 @@ from services.rollout.core.fleet import Fleet
 from services.rollout.core.generate import Generator, make_generator
 from services.rollout.core.generation_loop import GenerationLoop
 from services.rollout.core.makers import RolloutMaker, SupervisedMaker
-from services.rollout.core.ports import PromptBuffer, Scorer, Tokenizer
+from services.rollout.core.ports import PromptBuffer, Scorer, Teacher, Tokenizer
 from services.rollout.core.replay import KEY as REPLAY_KEY
 from services.rollout.core.replay import ReplayMaker
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.scoring import Scoring
+from services.rollout.core.teaching import TaughtMaker
 from services.rollout.core.unattended import Unattended
 from services.rollout.core.weight_files import VersionFiles
 from services.rollout.core.weights import WeightUpdates
@@ -45,6 +46,8 @@ class Services:
     counters: Counters
     files: VersionFiles | None = None
     """The run's weights as files."""
+    teacher: Teacher | None = None
+    """Of a distillation, behind a URL."""
 
 
 class RunSession:
@@ -73,7 +76,7 @@ class RunSession:
         self._unattended: Unattended | None = None
         self._watch: asyncio.Task[None] | None = None
         if fleet is None:
-            maker: RolloutMaker | SupervisedMaker | ReplayMaker = (
+            maker: RolloutMaker | SupervisedMaker | ReplayMaker | TaughtMaker = (
                 ReplayMaker(run) if run.keys.get(REPLAY_KEY) else SupervisedMaker(run, tokenizer)
             )
         else:
@@ -89,6 +92,8 @@ class RunSession:
                 fleet, self._generator, Scoring(services.scorer, run.score), run, tokenizer, services.counters
             )
             maker = replace(self._maker, generator=training, filter=make_filter(run))
+        if run.teacher is not None and services.teacher is not None:
+            maker = TaughtMaker(maker, services.teacher, run.teacher, services.counters)
         self._loop = GenerationLoop(
             services.buffer, maker, run, services.counters, self._inflight, self._ready, self._interrupt
         )
@@ -164,6 +169,8 @@ class RunSession:
             await self.updates.close()
         if self._services.files is not None:
             await self._services.files.close()
+        if self._services.teacher is not None:
+            await self._services.teacher.close()
         if self._generator is not None:
             self._generator.close()
 
