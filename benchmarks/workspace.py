@@ -37,17 +37,18 @@ def history_of(run_dir: Path) -> History:
     return history
 
 
-def tetrarch(arguments: list[str], log: Path) -> tuple[int, float]:
-    """Runs the command line with its output in a file; (exit status, seconds). Raises SystemExit when it hangs."""
+def tetrarch(arguments: list[str], log: Path, limit: float = _COMMAND_SECONDS) -> tuple[int, float]:
+    """Runs the command line with its output in a file; (exit status, seconds). Raises SystemExit when it is not done
+    after `limit` seconds."""
     started = time.monotonic()
     with log.open("a") as out:
         command = [sys.executable, "-m", "services.console", *arguments]
         try:
             status = subprocess.run(
-                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False, timeout=_COMMAND_SECONDS
+                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False, timeout=limit
             ).returncode
         except subprocess.TimeoutExpired:
-            why = f"was not done after {_COMMAND_SECONDS:.0f} s"
+            why = f"was not done after {limit:.0f} s"
             raise SystemExit(f"tetrarch {arguments[0]} {why}; see {log}.") from None
     return status, time.monotonic() - started
 
@@ -146,10 +147,12 @@ def sft_workspace(seed: int) -> Workspace:
     return workspace
 
 
-def train(workspace: Workspace | RealWorkspace, arguments: list[str], run_id: str) -> Trained:
+def train(
+    workspace: Workspace | RealWorkspace, arguments: list[str], run_id: str, limit: float = _COMMAND_SECONDS
+) -> Trained:
     """A `tetrarch train` command to its end. Raises SystemExit with the log's place when it fails."""
     log = workspace.path / f"{run_id}.log"
-    status, seconds = tetrarch(arguments, log)
+    status, seconds = tetrarch(arguments, log, limit)
     if status:
         raise SystemExit(f"tetrarch train of {run_id} failed with exit status {status}; see {log}.")
     run_dir = workspace.path / run_id

@@ -63,11 +63,16 @@ def new_workspace(parent: Path, seed: int) -> Workspace:
     """A directory that did not exist, with the task and a model of random weights."""
     number = 1 + max((int(path.name.split("-")[-1]) for path in parent.glob("first-run-*")), default=0)
     workspace = Workspace((parent / f"first-run-{number}").absolute(), seed)
-    write_task(workspace.path / "data", seed)
-    make_model = ("-m", "examples.first_run.model", str(workspace.path / "model"), str(seed))
+    make_workspace(workspace)
+    return workspace
+
+
+def make_workspace(workspace: Workspace) -> None:
+    """Writes the task and a model of random weights into a workspace."""
+    write_task(workspace.path / "data", workspace.seed)
+    make_model = ("-m", "examples.first_run.model", str(workspace.path / "model"), str(workspace.seed))
     command = [sys.executable, "-W", "ignore", *make_model]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    return workspace
 
 
 def tetrarch(arguments: Sequence[str]) -> None:
