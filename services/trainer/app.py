@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 from tetrarch.trainer.v1 import trainer_service_pb2_grpc
@@ -23,7 +24,9 @@ from services.trainer.adapters.local_ranks import LocalRanks
 from services.trainer.adapters.rollout_client import GrpcRollout
 from services.trainer.adapters.weight_store import SharedWeightStore
 from services.trainer.config import TrainerServiceSettings
+from services.trainer.core.actor_critic import ActorCritic
 from services.trainer.core.controller import Factories, TrainerController
+from services.trainer.core.ports import Ranks
 from services.trainer.core.settings import LoopSettings
 from services.trainer.servicer import TrainerServicer
 
@@ -74,12 +77,22 @@ class App:
             join_timeout=settings.join_timeout,
         )
 
-    def _ranks(self, spec: RunSpec, run_dir: str) -> LocalRanks:
+    def _ranks(self, spec: RunSpec, run_dir: str) -> Ranks:
+        trainer = spec.trainer
+        actor = self._world(run_dir, "rank", trainer.world_size, first_device=0)
+        if not trainer.needs_critic or spec.rollout.debug_rollout_only:
+            return actor
+        critic = self._world(run_dir, "critic rank", trainer.critic_world_size, first_device=trainer.world_size)
+        return ActorCritic(actor, critic)
+
+    def _world(self, run_dir: str, name: str, size: int, *, first_device: int) -> LocalRanks:
         return LocalRanks(
-            spec.trainer.world_size,
+            size,
             Path(run_dir) / "logs",
+            name=name,
+            first_device=first_device,
             start_timeout=self._settings.rank_start_timeout,
-            on_line=_repeat if self._settings.log_ranks else None,
+            on_line=partial(_repeat, name) if self._settings.log_ranks else None,
         )
 
     async def run(self) -> None:
@@ -128,5 +141,5 @@ class App:
             return
 
 
-def _repeat(rank: int, line: str) -> None:
-    print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+def _repeat(name: str, rank: int, line: str) -> None:
+    print(f"[{name} {rank}] {line}", file=sys.stderr, flush=True)

@@ -56,6 +56,8 @@ class LocalRanks:
     Args:
         world_size: W.
         log_dir: rank-N.log goes there.
+        name: what a rank is called, also its log.
+        first_device: number of the first rank's device among those that can be seen.
         start_timeout: seconds for all ranks to say Hello.
         module: what a rank runs (`python -m module`).
         on_line: called with (rank, line) of their output.
@@ -66,12 +68,16 @@ class LocalRanks:
         world_size: int,
         log_dir: str | Path,
         *,
+        name: str = "rank",
+        first_device: int = 0,
         start_timeout: float = 180.0,
         module: str = "services.trainer.ranks",
         on_line: Callable[[int, str], None] | None = None,
     ) -> None:
         self._world_size = world_size
         self._log_dir = Path(log_dir)
+        self._name = name
+        self._first_device = first_device
         self._start_timeout = start_timeout
         self._module = module
         self._on_line = on_line
@@ -79,6 +85,7 @@ class LocalRanks:
         self._ranks: list[_Rank] = []
         self._aside: Aside | None = None
         self._failure: RanksFailed | None = None
+        self._failed = asyncio.Event()
         self._watchers: list[asyncio.Task] = []
         self._directory = ""
         self._stopping = False
@@ -86,6 +93,12 @@ class LocalRanks:
     @property
     def failure(self) -> RanksFailed | None:
         """Why the ranks cannot be used any more; None while they can."""
+        return self._failure
+
+    async def failed(self) -> RanksFailed:
+        """`failure`, as soon as there is one."""
+        await self._failed.wait()
+        assert self._failure
         return self._failure
 
     @property
@@ -116,20 +129,23 @@ class LocalRanks:
         argv = [sys.executable, "-m", self._module, "--socket", path, "--rank", str(rank)]
         argv += ["--world-size", str(self._world_size), "--master-port", str(port)]
         process = ManagedProcess(
-            f"rank {rank}",
+            f"{self._name} {rank}",
             argv,
             env={
                 KEY_VARIABLE: key.hex(),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(self._first_device + rank),
                 "PYTHONUNBUFFERED": "1",
             },
-            log_path=self._log_dir / f"rank-{rank}.log",
+            log_path=self._log(rank),
             on_line=partial(self._on_line, rank) if self._on_line else None,
         )
         await process.start()
         self._processes.append(process)
         self._watchers.append(asyncio.create_task(self._watch(rank, process), name=f"watch rank {rank}"))
+
+    def _log(self, rank: int) -> Path:
+        return self._log_dir / f"{self._name.replace(' ', '-')}-{rank}.log"
 
     async def _watch(self, rank: int, process: ManagedProcess) -> None:
         status = await process.wait()
@@ -209,7 +225,7 @@ class LocalRanks:
                 await asyncio.wait_for(asyncio.shield(self._watchers[rank]), 2.0)
             raise (self._failure or self._fail(rank, f"closed its connection during {name}")) from None
         if isinstance(answer, Failure):
-            log.error("rank failed", rank=rank, command=name, error=answer.error, traceback=answer.traceback)
+            log.error(f"{self._name} failed", rank=rank, command=name, error=answer.error, traceback=answer.traceback)
             said = answer.error.removeprefix(f"Rank {rank} failed in {name}: ")
             raise self._fail(rank, f"failed in {name}: {said}", answered=True)
         assert isinstance(answer, Result)
@@ -228,8 +244,9 @@ class LocalRanks:
         if self._failure is None:
             tail = [line for line in self._processes[rank].tail(_TAIL_LINES) if line.strip()] if self._processes else []
             said = f"; its last line: {tail[-1][:500]}" if tail and not answered else ""
-            text = f"Rank {rank} {what.rstrip('.')}{said} (log {self._log_dir / f'rank-{rank}.log'})."
+            text = f"{self._name.capitalize()} {rank} {what.rstrip('.')}{said} (log {self._log(rank)})."
             self._failure = RanksFailed(rank, text, answered=answered)
+            self._failed.set()
         return self._failure
 
     async def stop(self) -> None:
@@ -253,6 +270,7 @@ class LocalRanks:
         if self._directory:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._failure = self._failure or RanksFailed(0, "The ranks were stopped.", answered=False)
+        self._failed.set()
 
 
 def _greet(pipe: connection.Connection, key: bytes) -> Hello:

@@ -252,6 +252,8 @@ class TrainingLoop:
             buffer_address=self._settings.buffer_address,
             plan=inputs.plan,
             advantages=inputs.advantages,
+            update=step >= self._spec.trainer.num_critic_only_steps,
+            critic_plan=inputs.critic_plan,
         )
         async with self.ranks_lock:
             return await self._ports.ranks.call_all(command, self._settings.step_timeout)
@@ -271,7 +273,8 @@ class TrainingLoop:
         """Brings the engines to the ranks' weights; → metrics of it."""
         assert self._fleet
         done, epoch, buffer = self._progress.step_count, self._session.epoch, self._ports.buffer
-        if self._rollout_only and self._published_step_count >= 0:
+        unchanged = self._rollout_only or done <= self._spec.trainer.num_critic_only_steps
+        if unchanged and self._published_step_count >= 0:
             # The weights are what they were; admission has to move on all the same.
             await buffer.publish_version(self._run_id, epoch, self._progress.policy_version, done)
             self._published_step_count = done

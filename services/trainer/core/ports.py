@@ -82,6 +82,14 @@ class Ranks(Protocol):
     async def stop(self) -> None: ...
 
 
+class WatchedRanks(Ranks, Protocol):
+    """Ranks whose failure can be waited for."""
+
+    async def failed(self) -> RanksFailed:
+        """`failure`, as soon as there is one."""
+        ...
+
+
 @dataclass(frozen=True)
 class PrepareRequest:
     """What an engine must know to take part in an update. `group`: over which the bytes travel, `rank_offset` being the

@@ -3,12 +3,16 @@
 `directory`/step_NNNNNN is a checkpoint, `directory`/latest names the newest complete one. A checkpoint is written
 beside its place, renamed, and only then named in `latest`: whenever a process dies, `latest` names a complete one.
 
+A critic's ranks write their part beside it first, as `directory`/.critic_NNNNNN, which nothing reads. The actor's ranks
+move it into the checkpoint of the same step before they rename that: a checkpoint has both parts, or does not exist.
+
 Nothing random happens in training (no dropout), so there is no generator state to keep.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import shutil
 from dataclasses import dataclass
@@ -27,6 +31,9 @@ from services.common.files import write_whole
 from services.trainer.ranks.policy import Policy
 
 _LATEST = "latest"
+_CRITIC = "critic"
+"""The critic's part, in a checkpoint."""
+_COMPLETE = "metadata.json"
 _SETTINGS = ("weight_decay", "betas", "eps", "fused")
 """Of AdamW, kept when a checkpoint is loaded; the learning rate is set at every step."""
 
@@ -59,7 +66,7 @@ class _InProcessWriter(filesystem_async.FileSystemWriterAsync):
                 outcome = written
                 break
             outcome[index] = written
-            reach("rank.mid_checkpoint")
+            reach("rank.mid_checkpoint", part="critic" if "/.critic_" in str(bucket[0]) else "actor")
         results.put(outcome)
 
 
@@ -72,74 +79,101 @@ def _state(policy: Policy, *, loading: bool) -> dict:
     return {"model": model, "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading)}
 
 
-def save_checkpoint(policy: Policy, directory: str | Path, step_count: int) -> Path:
-    """Writes `directory`/step_<step_count> and names it in `latest`. All ranks must call it.
+def save_checkpoint(policy: Policy, directory: str | Path, step_count: int, *, with_critic: bool = False) -> Path:
+    """Writes `directory`/step_<step_count> and names it in `latest`. All ranks must call it. `with_critic`: what
+    `save_critic` wrote for this step becomes part of it.
 
     Raises:
         ServiceError: CHECKPOINT_FAILED, on every rank: the disk refused it. Nothing of it is left, the checkpoints
             before it are as they were, and the ranks can go on. Any other error leaves the ranks apart.
     """
-    root = Path(directory)
-    target = root / f"step_{step_count:06d}"
-    scratch = root / f".{target.name}.writing"
+    target = Path(directory) / f"step_{step_count:06d}"
+    critic = _critic_part(directory, step_count) if with_critic else None
+    _write(policy, step_count, target, critic)
+    return target
+
+
+def save_critic(policy: Policy, directory: str | Path, step_count: int) -> Path:
+    """Writes the critic's part of a checkpoint. All ranks of the critic must call it. Raises as `save_checkpoint`."""
+    target = _critic_part(directory, step_count)
+    _write(policy, step_count, target, None)
+    return target
+
+
+def _critic_part(directory: str | Path, step_count: int) -> Path:
+    return Path(directory) / f".critic_{step_count:06d}"
+
+
+def _write(policy: Policy, step_count: int, target: Path, critic: Path | None) -> None:
+    scratch = target.parent / f".{target.name.lstrip('.')}.writing"
     state = _state(policy, loading=False)
     state["counters"] = {"step_count": step_count, "optimizer_steps": policy.optimizer_steps}
     while not filesystem_async._results_queue.empty():  # of a save that failed
         filesystem_async._results_queue.get_nowait()
     try:
-        _make_room(root, scratch)
+        _make_room(target, scratch)
         dist_checkpointing.save(state, str(scratch), sharded_strategy=_strategy())
-        _publish(scratch, target)
+        _publish(scratch, target, critic)
     except CheckpointException as error:  # a BaseException, which would end the process
         raise _failed(target, scratch, _cause(error)) from error
     except OSError as error:
         if dist.get_world_size() > 1:
             raise  # the other ranks wait for this one
         raise _failed(target, scratch, str(error)) from error
-    return target
 
 
-def _make_room(root: Path, scratch: Path) -> None:
+def _make_room(target: Path, scratch: Path) -> None:
     """An empty place for a checkpoint, on a disk that has room for one as large as the last. Raises CheckpointException
     on every rank when it has not."""
-    told = [_refusal(root, scratch) if dist.get_rank() == 0 else ""]
+    told = [_refusal(target, scratch) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
     if told[0]:
         raise CheckpointException("room", {0: (OSError(told[0]), None)})  # pyright: ignore
 
 
-def _refusal(root: Path, scratch: Path) -> str:
+def _refusal(target: Path, scratch: Path) -> str:
     """Makes the place; → why it cannot be used, or an empty string."""
+    root = target.parent
+    first = target.name.startswith(f".{_CRITIC}")
     try:
-        for left in root.glob(".step_*.writing"):
+        for left in [*root.glob(".step_*.writing"), *(root.glob(f".{_CRITIC}_*") if first else ())]:
             shutil.rmtree(left, ignore_errors=True)
         scratch.mkdir(parents=True)
-        needed, free = _size_of_latest(root), shutil.disk_usage(root).free
+        # What is written first needs room for both parts.
+        needed, free = _size_of_latest(root, whole=first), shutil.disk_usage(root).free
     except OSError as error:
         return str(error)
     return f"{free / 1e6:.1f} MB are free, the last one took {needed / 1e6:.1f} MB" if free < needed else ""
 
 
-def _size_of_latest(root: Path) -> int:
-    """Bytes of the checkpoint that `latest` names; 0 without one."""
+def _size_of_latest(root: Path, *, whole: bool) -> int:
+    """Bytes of the checkpoint that `latest` names, with its critic's if `whole`; 0 without one."""
     try:
         target = root / (root / _LATEST).read_text().strip()
-        return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        files = (path for path in target.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files if whole or path.parent.name != _CRITIC)
     except OSError:
         return 0
 
 
-def _publish(scratch: Path, target: Path) -> None:
+def _publish(scratch: Path, target: Path, critic: Path | None) -> None:
+    """Gives what was written its place, and names a checkpoint in `latest`."""
     if dist.get_rank() == 0:
+        if critic is not None:
+            os.rename(critic, scratch / _CRITIC)
+            reach("rank.critic_joined")
         shutil.rmtree(target, ignore_errors=True)
         scratch.rename(target)
-        write_whole(target.parent / _LATEST, f"{target.name}\n".encode())
+        if not target.name.startswith("."):
+            reach("rank.before_latest")
+            write_whole(target.parent / _LATEST, f"{target.name}\n".encode())
     dist.barrier()
 
 
 def _failed(target: Path, scratch: Path, why: str) -> ServiceError:
     if dist.get_rank() == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for left in (scratch, *target.parent.glob(f".{_CRITIC}_*")):
+            shutil.rmtree(left, ignore_errors=True)
     return ServiceError(
         Code.RESOURCE_EXHAUSTED,
         "CHECKPOINT_FAILED",
@@ -161,7 +195,7 @@ def _resolve(path: str | Path) -> Path:
     target = root
     if (root / _LATEST).exists():
         target = root / (root / _LATEST).read_text().strip()
-    if not (target / "metadata.json").exists():
+    if not (target / _COMPLETE).exists():
         raise ServiceError(
             Code.NOT_FOUND,
             "CHECKPOINT_INVALID",
@@ -181,7 +215,30 @@ def load_checkpoint(policy: Policy, path: str | Path, *, new_run: bool = False) 
     Raises:
         ServiceError: CHECKPOINT_INVALID.
     """
-    target = _resolve(path)
+    return _read(policy, _resolve(path), new_run=new_run)
+
+
+def load_critic(policy: Policy, path: str | Path, *, new_run: bool = False) -> Counters:
+    """The same with the critic's part. A `new_run` keeps the weights it has when the checkpoint has no critic.
+
+    Raises:
+        ServiceError: CHECKPOINT_INVALID.
+    """
+    whole = _resolve(path)
+    if (whole / _CRITIC / _COMPLETE).exists():
+        return _read(policy, whole / _CRITIC, new_run=new_run)
+    if new_run:
+        return Counters(dist_checkpointing.load_common_state_dict(str(whole))["counters"]["step_count"], 0)
+    raise ServiceError(
+        Code.NOT_FOUND,
+        "CHECKPOINT_INVALID",
+        f"The checkpoint {whole} has no critic: it is of a run that trained none. Start a run with another run_id and"
+        f" --load {path}.",
+        path=path,
+    )
+
+
+def _read(policy: Policy, target: Path, *, new_run: bool) -> Counters:
     try:
         state = dist_checkpointing.load(_state(policy, loading=True), str(target))
     except CheckpointException as error:

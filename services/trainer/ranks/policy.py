@@ -22,6 +22,7 @@ from services.trainer.ranks.log_probs import log_probs_and_entropy
 from services.trainer.ranks.model.build import build_model, transformer_config
 from services.trainer.ranks.model.hf_config import HfConfig, read_hf_config
 from services.trainer.ranks.model.hf_weights import list_weights, load_weights
+from services.trainer.ranks.model.value_head import build_value_model
 
 
 @dataclass
@@ -86,12 +87,12 @@ class Policy:
         return norm
 
 
-def build_policy(spec: RunSpec, device: torch.device) -> Policy:
-    """Model with the weights of `hf_checkpoint`, wrapped, with a fresh optimizer."""
+def build_policy(spec: RunSpec, device: torch.device, *, values: bool = False) -> Policy:
+    """Model with the weights of `hf_checkpoint`, wrapped, with a fresh optimizer. `values`: a critic's model."""
     settings = spec.trainer
     hf = read_hf_config(spec.rollout.hf_checkpoint)
     config = transformer_config(hf, bf16=settings.bf16, device=device)
-    model = build_model(hf, config, device)
+    model = (build_value_model if values else build_model)(hf, config, device)
     load_weights(model, hf, spec.rollout.hf_checkpoint)
     wrapped = DistributedDataParallel(
         config,
@@ -128,7 +129,8 @@ def build_policy(spec: RunSpec, device: torch.device) -> Policy:
         optimizer=optimizer,
         settings=settings,
         temperature=1.0 if settings.loss_type == "sft_loss" else spec.rollout.rollout_temperature,
-        total_optimizer_steps=spec.rollout.num_rollout * settings.num_steps_per_rollout,
+        total_optimizer_steps=(spec.rollout.num_rollout - settings.num_critic_only_steps)
+        * settings.num_steps_per_rollout,
     )
 
 

@@ -38,7 +38,7 @@ def start(layout: Layout, device: str, seed: int) -> torch.device:
         # engine that has stopped holds up the training.
         queues = "1" if layout.tensor_parallel_size > 1 else "32"
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-        where = torch.device("cuda", layout.rank % torch.cuda.device_count())
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", layout.rank)) % torch.cuda.device_count())
         torch.cuda.set_device(where)
     else:
         where = torch.device("cpu")

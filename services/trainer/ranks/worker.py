@@ -10,15 +10,22 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from services.common.devices import COLLECTIVE_VARIABLES
 from services.common.errors import Code, ServiceError
+from services.common.records import Sample
 from services.common.run_spec import RunSpec
 from services.trainer.core import commands
+from services.trainer.core.critic import critic_spec
 from services.trainer.ranks import runtime
+from services.trainer.ranks.timing import PartTimer
+
+if TYPE_CHECKING:
+    from services.trainer.ranks.critic import CriticTrainer
 
 
 class RankWorker:
@@ -31,10 +38,13 @@ class RankWorker:
         self._ready = False
         self._staging = None
         self._staged = None
+        self._critic: CriticTrainer | None = None
         self._handlers: dict[type, Callable] = {
             commands.Setup: self._setup,
             commands.Load: self._load,
             commands.TrainStep: self._train_step,
+            commands.ComputeValues: self._compute_values,
+            commands.TrainCritic: self._train_critic,
             commands.ListWeights: self._list_weights,
             commands.StageWeights: self._stage_weights,
             commands.Checksums: self._checksums,
@@ -74,6 +84,8 @@ class RankWorker:
             raise _wrong_order("Setup was sent twice")
         start = time.perf_counter()
         spec = RunSpec.model_validate_json(command.spec_json)
+        if command.critic:
+            spec = critic_spec(spec)
         trainer = spec.trainer
         layout = runtime.Layout(
             *self._world[:3], trainer.tensor_model_parallel_size, self._world[3], trainer.context_parallel_size
@@ -83,13 +95,15 @@ class RankWorker:
 
         from services.trainer.ranks import checksums
         from services.trainer.ranks import policy as policies
+        from services.trainer.ranks.critic import CriticTrainer
         from services.trainer.ranks.fetch import SampleSource
         from services.trainer.ranks.groups import WeightGroups
         from services.trainer.ranks.train import StepTrainer
         from services.trainer.ranks.weight_files import VersionFiles
 
         self._spec = spec
-        self._policy = policies.build_policy(spec, self._device)
+        self._policy = policies.build_policy(spec, self._device, values=command.critic)
+        self._critic = CriticTrainer(spec, self._policy, self._device) if command.critic else None
         reference = policies.build_reference(spec, self._device) if spec.trainer.use_kl_loss else None
         self._trainer = StepTrainer(spec, self._policy, reference, self._device)
         self._source = SampleSource()
@@ -111,24 +125,51 @@ class RankWorker:
         )
 
     def _load(self, command: commands.Load) -> commands.LoadResult:
-        from services.trainer.ranks.checkpoint import load_checkpoint
+        from services.trainer.ranks.checkpoint import load_checkpoint, load_critic
 
-        counters = load_checkpoint(self._policy, command.path, new_run=command.new_run)
+        load = load_critic if self._critic else load_checkpoint
+        counters = load(self._policy, command.path, new_run=command.new_run)
         self._step_count = counters.step_count
         return commands.LoadResult(counters.step_count, counters.optimizer_steps)
 
-    def _train_step(self, command: commands.TrainStep) -> commands.TrainResult:
+    def _check_step(self, step: int) -> None:
+        if step != self._step_count:
+            raise _wrong_order(f"step {step} was asked for, but step {self._step_count} comes next")
+
+    def _fetch(self, command: commands.TrainStep | commands.ComputeValues, timer: PartTimer) -> dict[str, Sample]:
+        """This rank's samples."""
         from megatron.core import parallel_state
 
-        from services.trainer.ranks.train import PartTimer
+        with timer.part("fetch"):
+            wanted = command.plan.sample_ids(parallel_state.get_data_parallel_rank())
+            return self._source.fetch(command.buffer_address, command.run_id, wanted)
 
-        if command.step != self._step_count:
-            raise _wrong_order(f"step {command.step} was asked for, but step {self._step_count} comes next")
+    def _compute_values(self, command: commands.ComputeValues) -> commands.ValuesResult:
+        self._check_step(command.step)
         timer = PartTimer()
         with timer.part("total"):
-            with timer.part("fetch"):
-                wanted = command.plan.sample_ids(parallel_state.get_data_parallel_rank())
-                samples = self._source.fetch(command.buffer_address, command.run_id, wanted)
+            samples = self._fetch(command, timer)
+            values = self._need_critic().values(samples, command.plan, command.advantages, timer)
+        return commands.ValuesResult(values, timer.seconds)
+
+    def _train_critic(self, command: commands.TrainCritic) -> commands.TrainResult:
+        self._check_step(command.step)
+        timer = PartTimer()
+        with timer.part("total"):
+            metrics = self._need_critic().train(command.returns, timer)
+        self._step_count += 1
+        return commands.TrainResult(metrics, timer.seconds)
+
+    def _need_critic(self) -> CriticTrainer:
+        if self._critic is None:
+            raise _wrong_order("these are the actor's ranks; send it to the critic's")
+        return self._critic
+
+    def _train_step(self, command: commands.TrainStep) -> commands.TrainResult:
+        self._check_step(command.step)
+        timer = PartTimer()
+        with timer.part("total"):
+            samples = self._fetch(command, timer)
             metrics = self._trainer.train(samples, command.plan, command.advantages, timer)
         self._step_count += 1
         return commands.TrainResult(metrics, timer.seconds)
@@ -161,13 +202,16 @@ class RankWorker:
         self._staged = None
 
     def _save_checkpoint(self, command: commands.SaveCheckpoint) -> commands.SaveResult:
-        from services.trainer.ranks.checkpoint import save_checkpoint
+        from services.trainer.ranks.checkpoint import save_checkpoint, save_critic
 
         if command.step_count != self._step_count:
             raise _wrong_order(f"a checkpoint of {command.step_count} steps, but {self._step_count} were trained")
         start = time.perf_counter()
         try:
-            path = save_checkpoint(self._policy, command.path, command.step_count)
+            if self._critic:
+                path = save_critic(self._policy, command.path, command.step_count)
+            else:
+                path = save_checkpoint(self._policy, command.path, command.step_count, with_critic=command.with_critic)
         except ServiceError as error:
             if error.reason != "CHECKPOINT_FAILED":
                 raise

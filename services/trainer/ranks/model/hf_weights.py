@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from services.common.errors import Code, ServiceError
 from services.trainer.core.buckets import TensorSpec
 from services.trainer.ranks.model.hf_config import HfConfig
+from services.trainer.ranks.model.value_head import ValueHead
 
 _ATTENTION, _MLP = "self_attn.", "mlp."
 _LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -48,6 +49,8 @@ _TOP: dict[str, tuple[str, tuple[str, ...]]] = {
     "decoder.final_layernorm.weight": ("whole", ("model.norm.weight",)),
     "output_layer.weight": ("vocabulary", ("lm_head.weight",)),
 }
+_VALUE_HEAD = ("whole", ("score.weight",))
+"""A critic's output layer; a checkpoint of a policy has none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class _Entry:
 def _entries(model: torch.nn.Module, hf: HfConfig) -> Iterator[_Entry]:
     """Every parameter with its kind and its Hugging Face names, in the model's order."""
     for name, parameter in model.named_parameters():
-        if name in _TOP:
+        if name == "output_layer.weight" and isinstance(model.output_layer, ValueHead):
+            kind, names = _VALUE_HEAD
+        elif name in _TOP:
             kind, names = _TOP[name]
         else:
             _, _, layer, rest = name.split(".", 3)  # decoder.layers.<n>.<rest>
@@ -110,6 +115,9 @@ class _Checkpoint:
     def _names(self, file: Path) -> list[str]:
         return list(self._open(file).keys())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
     def slice(self, name: str):
         """Lazy slice of a tensor, by name."""
         if name not in self._where:
@@ -125,7 +133,8 @@ def _cut(source, dimension: int, ranks: int, rank: int) -> torch.Tensor:
 
 @torch.no_grad()
 def load_weights(model: torch.nn.Module, hf: HfConfig, checkpoint: str | Path) -> None:
-    """Copies a Hugging Face checkpoint into the model, converting to the model's dtype.
+    """Copies a Hugging Face checkpoint into the model, converting to the model's dtype. A value head that is not in it
+    stays as it is.
 
     Raises:
         ServiceError: CHECKPOINT_INVALID when files or tensors are missing or have another shape.
@@ -133,6 +142,8 @@ def load_weights(model: torch.nn.Module, hf: HfConfig, checkpoint: str | Path) -
     files = _Checkpoint(Path(checkpoint))
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for entry in _entries(model, hf):
+        if entry.names == _VALUE_HEAD[1] and entry.names[0] not in files:
+            continue
         sources = [files.slice(name) for name in entry.names]
         shard = _shard(entry, sources, hf, ranks, rank)
         if shard.shape != entry.parameter.shape:
