@@ -7,7 +7,7 @@ from tetrarch.common.v1 import sample_pb2
 
 from services.common.errors import invalid_field
 from services.common.records import Group, Prompt, Sample, SampleStatus, SamplingParams, TeacherLogProbs, VersionSpan
-from services.common.tensors import to_numpy, to_proto
+from services.common.tensors import dtype_to_proto, to_numpy, to_proto
 
 
 def prompt_to_proto(prompt: Prompt) -> sample_pb2.Prompt:
@@ -50,7 +50,8 @@ def prompt_from_proto(message: sample_pb2.Prompt) -> Prompt:
 
 
 def sample_to_proto(sample: Sample, *, with_tensors: bool = True) -> sample_pb2.Sample:
-    """Message of a sample; `with_tensors=False` leaves tokens, mask and log-probs out (for looking)."""
+    """Message of a sample; `with_tensors=False` leaves tokens, mask and log-probs out (for looking). Of what is beside
+    it the message has names and shapes only."""
     message = sample_pb2.Sample(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
@@ -68,6 +69,10 @@ def sample_to_proto(sample: Sample, *, with_tensors: bool = True) -> sample_pb2.
         metadata_json=sample.metadata_json,
         engine_id=sample.engine_id,
         rollout_index=sample.rollout_index,
+        side_payloads=[
+            sample_pb2.SidePayload(name=name, data_type=dtype_to_proto(array.dtype.name), shape=array.shape)
+            for name, array in sample.side.items()
+        ],
     )
     if with_tensors:
         message.tokens.CopyFrom(to_proto(sample.tokens.astype(np.int32, copy=False)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,6 +100,8 @@ class Sample:
     teacher: TeacherLogProbs | None = None
     rollout_index: int | None = None
     """Rollout of the group it came from, when rollouts give several samples; None: one of its own, number `index`."""
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Large tensors by name, which travel and are stored beside the sample: empty where nobody asked for them."""
 
     @property
     def response_length(self) -> int:

@@ -17,6 +17,7 @@ from services.common.records import SamplingParams
 from services.common.run_spec import GROUPS, RunSpec
 from services.common.tensors import dtype_name
 from services.rollout.core.compatibility import TrainerSide
+from services.rollout.core.completion import Recording
 from services.rollout.core.engine_port import Buckets, ChecksumRule, GroupSpec, LaunchSpec, TensorSpec
 from services.rollout.core.evaluation import EvaluationProgress, EvaluationRequest, EvaluationResult
 from services.rollout.core.fleet import EngineSlot
@@ -62,6 +63,7 @@ def run_settings(run: ActiveRun) -> RunSettings:
         pause_mode=rollout.pause_mode,
         max_staleness=spec.trainer.max_staleness,
         files=_files(spec),
+        record=_recording(spec),
         teacher=_teacher(spec),
         generate_path=rollout.custom_generate_function_path,
         filter_path=rollout.dynamic_sampling_filter_path,
@@ -81,6 +83,10 @@ def _teacher(spec: RunSpec) -> TeacherSettings | None:
     if not trainer.use_opd or trainer.opd_teacher_url is None:
         return None
     return TeacherSettings(trainer.opd_teacher_url, trainer.opd_top_k or 0, trainer.opd_teacher_timeout)
+
+
+def _recording(spec: RunSpec) -> Recording:
+    return Recording(experts=spec.trainer.use_rollout_routing_replay, kept=spec.trainer.use_top_p_replay)
 
 
 def _sampling(spec: RunSpec) -> SamplingParams:
@@ -119,6 +125,7 @@ def _fleet(spec: RunSpec) -> FleetSettings:
             group_timeout=spec.trainer.update_timeout,
             staging=rollout.weight_staging == "auto",
             context_length=rollout.rollout_max_context_len,
+            record=_recording(spec),
             sglang=dict(rollout.sglang),
             simulated=dict(rollout.simulated),
         ),

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from services.common.run_spec.algorithm import AlgorithmSettings
+from services.common.side_payloads import KEPT_TOKENS, ROUTED_EXPERTS
 
 
 class ReplaySettings(AlgorithmSettings):
@@ -43,13 +44,6 @@ class ReplaySettings(AlgorithmSettings):
                 " set use_rollout_routing_replay, or leave one of them out"
             )
         return self
-
-
-ROUTED_EXPERTS = "routed_experts"
-"""Side payload of a sample: [n, layers · experts per token], uint8 or int32; row i: where token i was sent."""
-KEPT_TOKENS = "kept_tokens"
-"""Side payload of a sample: int32 [R + n]: how many tokens were left to the sampler at each of R response tokens (0:
-all), then their ids, one response token after the other."""
 
 
 def replay_problem(trainer: ReplaySettings, *, engineless: bool, top_p: float, top_k: int) -> str:

@@ -21,6 +21,7 @@ from services.common.convert import group_to_proto, prompt_from_proto, sample_fr
 from services.common.errors import ServiceError
 from services.common.fault_points import reach_async
 from services.common.records import Group, Prompt
+from services.rollout.adapters.side_payloads import put_side_payloads
 from services.rollout.core.ports import ActiveRun, Lease, PutResult
 
 _CALL_SLACK = 5.0
@@ -121,6 +122,9 @@ class GrpcBuffer:
 
     async def put_groups(self, run_id: str, groups: Sequence[tuple[str, Group]]) -> list[PutResult]:
         """See `PromptBuffer`."""
+        for lease_id, group in groups:
+            # A lease that was lost meanwhile is told of the group itself.
+            await put_side_payloads(self._buffer, run_id, lease_id, group)
         request = buffer_service_pb2.PutGroupsRequest(
             run_id=run_id,
             groups=[

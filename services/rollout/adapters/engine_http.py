@@ -16,7 +16,8 @@ import numpy as np
 
 from services.common.errors import Code, ServiceError
 from services.common.records import VersionSpan
-from services.rollout.core.engine_port import Generation, GenerationRequest
+from services.rollout.adapters.recordings import read_recording, wishes
+from services.rollout.core.completion import Generation, GenerationRequest
 
 KEEPALIVE_SECONDS = 3.0
 """Below the five seconds after which the servers close an idle connection: reusing one they are closing fails."""
@@ -127,28 +128,30 @@ def generate_body(request: GenerationRequest) -> dict[str, Any]:
         "logprob_start_len": -1,
         "return_text_in_logprobs": False,
         "stream": False,
+        **wishes(request.record),
     }
 
 
-def read_generations(answer: Any, url: str | None, oldest_version: int | None = None) -> list[Generation]:
-    """Completions in an answer of `/generate`; `oldest_version` as in `read_spans`."""
-    return [_read_one(item, url, oldest_version) for item in (answer if isinstance(answer, list) else [answer])]
+def read_generations(answer: Any, url: str | None, request: GenerationRequest) -> list[Generation]:
+    """Completions in an answer of `/generate`. Raises RECORDING_MISSING."""
+    return [_read_one(item, url, request) for item in (answer if isinstance(answer, list) else [answer])]
 
 
-def _read_one(item: Mapping[str, Any], url: str | None, oldest_version: int | None) -> Generation:
+def _read_one(item: Mapping[str, Any], url: str | None, request: GenerationRequest) -> Generation:
     meta = item["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = np.array([pair[1] for pair in pairs], dtype=np.int32)
     log_probs = np.array([pair[0] for pair in pairs], dtype=np.float32)
-    return Generation(
+    plain = Generation(
         text=item.get("text", ""),
         output_ids=ids,
         log_probs=log_probs,
         finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
-        versions=read_spans(meta, len(ids), oldest_version),
+        versions=read_spans(meta, len(ids), request.oldest_version),
         engine_url=url,
         cached_tokens=meta.get("cached_tokens") or 0,
     )
+    return read_recording(plain, meta, request)
 
 
 def read_spans(meta: Mapping[str, Any], length: int, oldest_version: int | None = None) -> tuple[VersionSpan, ...]:
@@ -182,7 +185,7 @@ def read_version(text: Any) -> int:
 async def generate(client: HttpClient, request: GenerationRequest, timeout: float, url: str | None) -> list[Generation]:
     """POST `/generate`; completions in order of sample. The caller has checked the request's limits."""
     answer = await client.expect("POST", "/generate", generate_body(request), timeout=timeout)
-    generations = read_generations(answer, url, request.oldest_version)
+    generations = read_generations(answer, url, request)
     if len(generations) != request.sample_count:
         raise ServiceError(
             Code.INTERNAL,

@@ -5,6 +5,8 @@ the engines and retries a request elsewhere when an engine fails before it answe
 restarts it when it ends by itself, keeps the list of workers in it equal to the node's, and sends `/generate`.
 Knows nothing of runs, leases or weights. Tested with sglang-router 0.3.2.
 
+What is to be recorded of a generation does not pass the process; such requests go to the engines directly.
+
 Invariants: a request beyond the limits of any worker never leaves this process; add and remove return only
 after the router lists the change; after a restart the router has the same workers as before.
 """
@@ -87,6 +89,9 @@ class SGLangRouter:
         self._process: ManagedProcess | None = None
         self._watcher: asyncio.Task | None = None
         self._limits: dict[str, RequestLimits] = {}
+        self._direct: dict[str, HttpClient] = {}
+        self._direct_load: dict[str, int] = {}
+        """Samples on their way to an engine past the router's process."""
         self._lock = asyncio.Lock()
         self.restart_count = 0
 
@@ -107,7 +112,7 @@ class SGLangRouter:
             self._watcher = None
         if self._process:
             await self._process.stop(2.0)
-        await self._client.close()
+        await asyncio.gather(*(client.close() for client in (self._client, *self._direct.values())))
 
     async def add_worker(self, url: str, limits: RequestLimits) -> None:
         async with self._lock:
@@ -155,8 +160,21 @@ class SGLangRouter:
             )
         for limits in set(self._limits.values()):
             limits.check(request)
+        if request.record:
+            return await self._generate_directly(request, timeout)
         only = next(iter(self._limits)) if len(self._limits) == 1 else None
         return await engine_http.generate(self._client, request, timeout, only)
+
+    async def _generate_directly(self, request: GenerationRequest, timeout: float) -> list[Generation]:
+        """From the engine with the fewest such requests: the router's process would drop what is to be recorded."""
+        url = min(self._limits, key=lambda url: self._direct_load.get(url, 0))
+        if url not in self._direct:
+            self._direct[url] = HttpClient(url, "The engine")
+        self._direct_load[url] = self._direct_load.get(url, 0) + request.sample_count
+        try:
+            return await engine_http.generate(self._direct[url], request, timeout, url)
+        finally:
+            self._direct_load[url] -= request.sample_count
 
     async def _launch(self) -> None:
         if importlib.util.find_spec("sglang_router") is None:

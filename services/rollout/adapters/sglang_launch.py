@@ -120,6 +120,7 @@ class SGLangFactory:
             "random_seed": spec.seed + index,
             "log_level": "warning",
         }
+        arguments |= recording_arguments(spec)
         cuda_env = collective_env() if device == "cuda" else {}
         if spec.context_length:
             arguments["context_length"] = spec.context_length
@@ -185,6 +186,15 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
         result[name] = value
     return result
+
+
+def recording_arguments(spec: LaunchSpec) -> dict[str, Any]:
+    """What an engine needs to tell where tokens were routed, and among which the sampler chose."""
+    arguments: dict[str, Any] = {"enable_return_routed_experts": True} if spec.record.experts else {}
+    if spec.record.kept:
+        # A place where all tokens are left is told as well; a request that exceeds this is ended by the engine.
+        arguments["sampling_mask_max_tokens"] = model_config(spec.model_path)["vocab_size"]
+    return arguments
 
 
 def collective_env() -> dict[str, str]:

@@ -9,6 +9,7 @@ that left one out would have the engine serve a mixture of versions, and checksu
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 
 FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 """Engine modules made of several checkpoint modules, whose rows follow each other in this order."""
+EXPERTS = (("experts.w13_weight", ("gate_proj", "up_proj")), ("experts.w2_weight", ("down_proj",)))
+"""Engine tensors made of those of every expert, one expert after the other."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SAME = "trainer and engine must load the same checkpoint architecture"
 
@@ -122,4 +125,9 @@ def _sources(engine_name: str, known: set[str]) -> tuple[str, ...]:
         pattern = rf"(?<=\.){fused}(?=\.)"
         if re.search(pattern, engine_name):
             return tuple(re.sub(pattern, part, engine_name) for part in parts)
+    for stacked, parts in EXPERTS:
+        if engine_name.endswith(f".{stacked}"):
+            prefix, numbers = engine_name.removesuffix(stacked), itertools.count()
+            of_all = ([f"{prefix}experts.{number}.{part}.weight" for part in parts] for number in numbers)
+            return tuple(itertools.chain(*itertools.takewhile(lambda names: names[0] in known, of_all)))
     return (engine_name,)

@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from services.rollout.adapters.checkpoint import model_config
 from services.rollout.adapters.simulated_model import Request as Sample
 from services.rollout.adapters.simulated_model import SimulatedModel, SimulatedSettings
+from services.rollout.adapters.simulated_recordings import recording
 from services.rollout.adapters.simulated_weights import HeldWeights
 from services.rollout.receiver import server as receiver
 
@@ -70,6 +71,7 @@ class SimulatedServer:
         self, model_path: Path, context_length: int | None, group_timeout: float, settings: SimulatedSettings
     ) -> None:
         config = model_config(model_path)
+        self._config = config
         self.model_path = model_path
         self.settings = settings
         self.vocab_size = config["vocab_size"]
@@ -132,6 +134,8 @@ class SimulatedServer:
         begun = time.monotonic()
         samples = await asyncio.gather(*(self.model.submit(tuple(ids), i, params, self.eos) for i in range(count)))
         answers = [self._answer(body.get("rid"), sample, begun) for sample in samples]
+        for answer in answers:
+            answer["meta_info"] |= recording(body, answer["output_ids"], self._config)
         return JSONResponse(answers if count > 1 else answers[0])
 
     def _problem(self, ids: Any, params: dict[str, Any]) -> str:

@@ -19,10 +19,11 @@ import numpy as np
 
 from services.common.errors import Code, ServiceError
 from services.common.records import SamplingParams, VersionSpan
+from services.rollout.core.completion import NOTHING, Generation, GenerationRequest, Recording
 from services.rollout.core.counters import Counters
-from services.rollout.core.engine_port import Generation, GenerationRequest
 from services.rollout.core.fleet import Fleet
 from services.rollout.core.ports import Tokenizer
+from services.rollout.core.recorded import join_experts, join_kept
 from services.rollout.core.trajectory import merge_spans
 
 _RETRY_SECONDS = (0.1, 2.0)
@@ -49,6 +50,7 @@ class Completer:
         tokenizer: decodes completions that were made in several pieces.
         counters: generated tokens, retries and continuations are added here.
         max_context_length: further bound on prompt plus completion; None leaves the engines' own.
+        record: what engines are to tell of every completion.
     """
 
     fleet: Fleet
@@ -56,6 +58,7 @@ class Completer:
     counters: Counters
     max_context_length: int | None = None
     halt: Halt = field(default_factory=Halt)
+    record: Recording = NOTHING
 
     async def complete(
         self, input_ids: Sequence[int] | np.ndarray, sampling: SamplingParams, sample_count: int, deadline: float
@@ -75,8 +78,11 @@ class Completer:
         request = GenerationRequest(
             request_id=uuid.uuid4().hex,
             input_ids=tuple(int(token) for token in input_ids),
-            sampling=replace(sampling, max_new_tokens=self._budget(len(input_ids), sampling)),
+            sampling=replace(
+                sampling, max_new_tokens=self._budget(len(input_ids), sampling), top_k=self._top_k(sampling)
+            ),
             sample_count=sample_count,
+            record=self.record,
         )
         pieces = await self._try(request, deadline)
         done = await asyncio.gather(*(self._go_on(request, piece, deadline) for piece in pieces))
@@ -88,6 +94,12 @@ class Completer:
         bounds = [limit for limit in (self.max_context_length, self._engine_context()) if limit]
         room = min(bounds, default=prompt_length + 1 << 30) - prompt_length
         return max(1, min(sampling.max_new_tokens or room, room))
+
+    def _top_k(self, sampling: SamplingParams) -> int | None:
+        """The sampler's; all of the vocabulary as a number where engines tell of finite ones only."""
+        limits = self.fleet.limits()
+        unbounded = sampling.top_k in (None, -1)
+        return limits.vocab_size if self.record.kept and unbounded and limits else sampling.top_k
 
     def _engine_context(self) -> int | None:
         limits = self.fleet.limits()
@@ -156,6 +168,8 @@ class Completer:
             versions=merge_spans([*one.versions, *shifted]),
             engine_url=two.engine_url,
             cached_tokens=one.cached_tokens,
+            routed_experts=join_experts(one.routed_experts, two.routed_experts),
+            kept=join_kept(one.kept, two.kept),
         )
 
 

@@ -6,7 +6,8 @@ no engine, no HTTP and no torch. Shapes: P prompt tokens, R response tokens.
 Invariants every adapter keeps:
 - `len(output_ids) == len(log_probs) == R` and `versions` cover 0..R in order without gaps (empty if R == 0).
 - `log_probs` are the log-probabilities of the sampled tokens under softmax(logits / temperature), before
-  top-k and top-p. At temperature 0 (greedy) they are those of temperature 1.
+  top-k and top-p. At temperature 0 (greedy) they are those of temperature 1. Where a request has the kept tokens
+  recorded, they are of the distribution that top-k and top-p left.
 - A request that `RequestLimits.check` refuses never reaches an engine.
 - Every failure is a `ServiceError`; no call outlives its timeout by more than a second.
 """
@@ -19,10 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from services.common.errors import Code, ServiceError
-from services.common.records import SamplingParams, VersionSpan
+from services.rollout.core.completion import NOTHING, Generation, GenerationRequest, Recording, RequestLimits
 
 CHECKSUM_ALGORITHM = "sha256-64"
 """First 8 bytes of SHA-256 over a tensor's bytes: engines on the CPU."""
@@ -31,87 +29,6 @@ TILED_CHECKSUM_ALGORITHM = "sglang-tiled-64"
 ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
 """Bytes of one element by dtype."""
 PAUSE_MODES = ("retract", "in_place", "abort")
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One prompt to complete `sample_count` times.
-
-    Args:
-        request_id: unique; sample i is known to the engine as `request_id` with a suffix.
-        input_ids: P token ids.
-        sampling: `max_new_tokens` must be set.
-        extra: engine-specific sampling keys of the user (`min_p`, `repetition_penalty`, …).
-        oldest_version: oldest version that an engine it may reach holds as it is sent; tokens count as made by it
-            where the engine reports no spans. None: unknown.
-    """
-
-    request_id: str
-    input_ids: tuple[int, ...]
-    sampling: SamplingParams
-    sample_count: int = 1
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    oldest_version: int | None = None
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One completion. `output_ids`: int32 [R], the stop token included; `log_probs`: float32 [R]."""
-
-    text: str
-    output_ids: np.ndarray
-    log_probs: np.ndarray
-    finish_reason: str
-    """"stop" (stop token or string), "length", or "abort" (what was produced before the abort is kept)."""
-    versions: tuple[VersionSpan, ...]
-    engine_url: str | None = None
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """What an engine can take; beyond it an engine answers with an obscure error or dies."""
-
-    vocab_size: int
-    context_length: int
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raise `ServiceError` INVALID_ARGUMENT (INVALID_FIELD, TOKEN_OUT_OF_RANGE or PROMPT_TOO_LONG)."""
-        name, length = request.request_id, len(request.input_ids)
-        budget = request.sampling.max_new_tokens
-        if not length:
-            raise ServiceError(
-                Code.INVALID_ARGUMENT, "INVALID_FIELD", f"Request {name} has no prompt tokens.", request_id=name
-            )
-        if budget is None or budget < 1 or request.sample_count < 1:
-            raise ServiceError(
-                Code.INVALID_ARGUMENT,
-                "INVALID_FIELD",
-                f"Request {name} asks for {request.sample_count} samples of {budget} tokens: both must be at least 1.",
-                request_id=name,
-            )
-        worst = max(request.input_ids, key=lambda token: token if token >= 0 else self.vocab_size - token)
-        if not 0 <= worst < self.vocab_size:
-            raise ServiceError(
-                Code.INVALID_ARGUMENT,
-                "TOKEN_OUT_OF_RANGE",
-                f"Request {name} has token id {worst}, but the model's vocabulary ends at {self.vocab_size - 1}: "
-                "use the tokenizer that belongs to the checkpoint.",
-                request_id=name,
-                token=worst,
-                vocab_size=self.vocab_size,
-            )
-        if length + budget > self.context_length:
-            raise ServiceError(
-                Code.INVALID_ARGUMENT,
-                "PROMPT_TOO_LONG",
-                f"Request {name} needs {length} prompt + {budget} new tokens, but the engine's context is "
-                f"{self.context_length}: shorten the prompt or lower rollout_max_response_len.",
-                request_id=name,
-                prompt_length=length,
-                max_new_tokens=budget,
-                context_length=self.context_length,
-            )
 
 
 @dataclass(frozen=True)
@@ -335,6 +252,8 @@ class LaunchSpec:
     NCCL began to wait for hold it up until it is replaced."""
     staging: bool = True
     """Whether the engine gets a receiver of weights in its process."""
+    record: Recording = NOTHING
+    """What it must be able to tell of generations."""
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """Pass-through server arguments, snake_case or kebab-case."""
     simulated: Mapping[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from services.rollout.core.filters import SamplingFilter
 from services.rollout.core.fleet import Fleet
 from services.rollout.core.generate import Generator, Unfinished
 from services.rollout.core.ports import Tokenizer
+from services.rollout.core.recorded import check_recorded
 from services.rollout.core.run_settings import RunSettings
 from services.rollout.core.samples import build_sample, supervised_group, unscored
 from services.rollout.core.scoring import Scoring
@@ -47,7 +48,9 @@ class RolloutMaker:
         try:
             trajectories = await self.generator.generate(prompt, sampling, sample_count, _begun(prompt, partial))
         except Unfinished as stop:
-            raise Interrupted(self._group(prompt, stop.trajectories)) from stop
+            # What was recorded of them cannot be handed over: they are made again.
+            begun = {} if self.run.record else stop.trajectories
+            raise Interrupted(self._group(prompt, begun)) from stop
         self.counters.generate_seconds += (time.monotonic() - began) * sample_count
         return list(self._group(prompt, dict(enumerate(trajectories))).samples)
 
@@ -78,6 +81,8 @@ class RolloutMaker:
         began = time.monotonic()
         sampling = self.run.sampling.overlaid(prompt.sampling)
         samples = await self.samples(prompt, sampling, self.run.samples_per_prompt, partial)
+        for sample in samples:
+            check_recorded(sample, self.run.record)
         generated = time.monotonic()
         samples = await self.score(prompt, samples)
         if unscored(samples):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.records import SamplingParams
+from services.rollout.core.completion import NOTHING, Recording
 from services.rollout.core.engine_port import LaunchSpec
 
 
@@ -78,6 +79,8 @@ class RunSettings:
     pause_mode: str = "retract"
     max_staleness: int = 0
     files: FilesSettings | None = None
+    record: Recording = NOTHING
+    """What training wants to know of generations."""
     teacher: TeacherSettings | None = None
     generate_path: str | None = None
     filter_path: str | None = None

@@ -83,7 +83,7 @@ class RunSession:
             completer = Completer(fleet, tokenizer, services.counters, run.max_context_length)
             self._generator = make_generator(completer, run)
             # Evaluations are not given back: they go on where an engine ended them.
-            training = replace(self._generator, completer=replace(completer, halt=self._halt))
+            training = replace(self._generator, completer=replace(completer, halt=self._halt, record=run.record))
             files = services.files
             self.updates = WeightUpdates(fleet, services.counters, run.pause_mode, run.update_timeout, files)
             if files is not None:

@@ -18,7 +18,8 @@ import numpy as np
 
 from services.common.errors import Code, ServiceError
 from services.common.records import Sample, SampleStatus, VersionSpan
-from services.rollout.core.engine_port import Generation
+from services.rollout.core.completion import Generation
+from services.rollout.core.recorded import Recorded
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -65,6 +66,7 @@ class Trajectory:
         self.reward: float | None = None
         self.metadata: dict[str, object] = {}
         self.engine_url: str | None = None
+        self.recorded = Recorded()
 
     @classmethod
     def of(cls, sample: Sample) -> Trajectory:
@@ -124,7 +126,9 @@ class Trajectory:
 
     def append_generation(self, generation: Generation) -> None:
         """Appends what the model wrote in one turn."""
+        start = self.response_length
         self.append_model(generation.output_ids, generation.log_probs, generation.versions)
+        self.recorded.add(generation, start, len(self._tokens))
         self._status = _STATUS.get(generation.finish_reason, SampleStatus.COMPLETED)
         self.engine_url = generation.engine_url or self.engine_url
 

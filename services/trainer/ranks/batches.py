@@ -15,8 +15,10 @@ import torch
 from services.common.records import Sample
 from services.trainer.core.losses import token_weights
 from services.trainer.core.schedule import round_up
+from services.trainer.ranks.kept_tokens import KeptTokens
 from services.trainer.ranks.model.context import WHOLE, ContextCut
 from services.trainer.ranks.model.packing import PackLayout, to_device
+from services.trainer.ranks.routing_replay import RoutingRecord
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Pack:
     weights, advantages, engine_log_probs float32 [k]; count: this pack's part of the step's divisor, a number and the
     same as int32 []; total_tokens: t without padding. segments int64 [k], ascending: place of a token's sample in
     `sample_ids`, of which there are `sample_count`; a sample without trained tokens has none. versions int32 [k]: the
-    weight version that generated the token, 0 where no engine did.
+    weight version that generated the token, 0 where no engine did. routing: experts to send its tokens to; kept: what
+    log-probs are normalised over; None without replay.
     """
 
     layout: PackLayout
@@ -43,6 +46,8 @@ class Pack:
     segments: torch.Tensor
     versions: torch.Tensor
     sample_ids: tuple[str, ...]
+    routing: RoutingRecord | None = None
+    kept: KeptTokens | None = None
 
     @property
     def sample_count(self) -> int:

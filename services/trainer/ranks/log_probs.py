@@ -18,16 +18,17 @@ from megatron.core import parallel_state
 
 from services.common.telemetry import get_logger
 from services.trainer.ranks import softmax_torch
+from services.trainer.ranks.kept_tokens import KeptShard, KeptTokens
 
 
 class _VocabularySoftmax(torch.autograd.Function):
     """logits [k, shard] → log p(target) [k], H [k], of x = logits / temperature.
 
-    Backward: ∂log p/∂x = onehot − p; ∂H/∂x = −p (log p + H).
+    Backward: ∂log p/∂x = onehot − p; ∂H/∂x = −p (log p + H). With `kept` tokens p of log p is p / Σ p over these.
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, start, temperature, group):
+    def forward(ctx, logits, targets, start, temperature, group, kept):
         ctx.set_materialize_grads(False)
         inside = (targets >= start) & (targets < start + logits.size(-1))
         column = torch.where(inside, targets - start, -1)
@@ -44,17 +45,28 @@ class _VocabularySoftmax(torch.autograd.Function):
         total, weighted, chosen = sums
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.temperature = temperature
-        ctx.save_for_backward(logits, column, largest + log_total, entropy)
-        return chosen - log_total, entropy
+        ctx.temperature, ctx.kept = temperature, kept
+        log_probs, kept_probs = chosen - log_total, None
+        if kept is not None:
+            kept_log_probs = kept.log_probs(logits, largest + log_total, temperature)
+            log_mass = kept.log_mass(kept_log_probs)
+            log_probs = log_probs - log_mass
+            kept_probs = (kept_log_probs - log_mass[kept.places]).exp()
+        ctx.save_for_backward(logits, column, largest + log_total, entropy, kept_probs)
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, column, normaliser, entropy = ctx.saved_tensors
+        logits, column, normaliser, entropy, kept_probs = ctx.saved_tensors
         pull = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / ctx.temperature
         spread = None if grad_entropy is None else grad_entropy / ctx.temperature
+        kept = ctx.kept
+        whole = pull if kept is None else torch.where(kept.cut, 0.0, pull)
         gradient = passes(logits.device).gradient
-        return gradient(logits, column, (normaliser, entropy), (pull, spread), ctx.temperature), None, None, None, None
+        out = gradient(logits, column, (normaliser, entropy), (whole, spread), ctx.temperature)
+        if kept is not None:
+            kept.add_gradient(out, column, pull, kept_probs)
+        return out, None, None, None, None, None
 
 
 @functools.cache
@@ -76,7 +88,12 @@ def passes(device: torch.device) -> ModuleType:
 
 
 def log_probs_and_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, temperature: float = 1.0
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that softmax, both float32 [k] and differentiable.
 
@@ -85,9 +102,12 @@ def log_probs_and_entropy(
         targets: int64 [k], ids of the whole vocabulary.
         vocab_size: true size of the vocabulary.
         temperature: softmax temperature.
+        kept: tokens over which the log-probs are normalised, all without; the entropy is always that of all.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     start = group.rank() * logits.size(-1)
     own = max(min(vocab_size - start, logits.size(-1)), 0)
     x = logits if own == logits.size(-1) else logits[:, :own]
-    return _VocabularySoftmax.apply(x, targets, start, temperature, group if group.size() > 1 else None)
+    others = group if group.size() > 1 else None
+    shard = None if kept is None else KeptShard.of(kept, start, own, others)
+    return _VocabularySoftmax.apply(x, targets, start, temperature, others, shard)

@@ -23,6 +23,7 @@ from services.trainer.ranks.model.build import build_model, transformer_config
 from services.trainer.ranks.model.hf_config import HfConfig, read_hf_config
 from services.trainer.ranks.model.hf_weights import list_weights, load_weights
 from services.trainer.ranks.model.value_head import build_value_model
+from services.trainer.ranks.routing_replay import replaying
 
 
 @dataclass
@@ -162,7 +163,8 @@ def logits_of(model: torch.nn.Module, pack: Pack, **options) -> torch.Tensor:
     """[own, vocabulary shard] at this rank's rows of a pack."""
     layout = pack.layout
     tokens = layout.own_tokens(pack.tokens)
-    return model(tokens[None], layout.positions[None], None, packed_seq_params=layout, **options)[0]
+    with replaying(model, pack.routing):
+        return model(tokens[None], layout.positions[None], None, packed_seq_params=layout, **options)[0]
 
 
 def trained_log_probs(
@@ -172,8 +174,9 @@ def trained_log_probs(
     rank's logits. Collective over the context-parallel ranks."""
     layout = pack.layout
     targets = layout.own_rows(pack.targets)
+    kept = None if pack.kept is None else pack.kept.at(layout.own_rows)
     return layout.all_rows(
-        *log_probs_and_entropy(logits, targets, vocab_size=hf.vocab_size, temperature=temperature)
+        *log_probs_and_entropy(logits, targets, vocab_size=hf.vocab_size, temperature=temperature, kept=kept)
     )
 
 

@@ -11,7 +11,7 @@ optimizer steps. An optimizer step whose loss is not finite ends the step on all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -26,6 +26,7 @@ from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.nonfinite import check_finite
 from services.trainer.ranks.objective import Objective, Work
 from services.trainer.ranks.policy import Policy, logits_of, trained_log_probs
+from services.trainer.ranks.replay import StepReplay
 from services.trainer.ranks.scores import Scorer, Scores
 from services.trainer.ranks.statistics import PackStatistics, Reduced, pack_statistics, reduce_statistics
 from services.trainer.ranks.timing import PartTimer
@@ -45,6 +46,7 @@ class StepTrainer:
             supervised=self._supervised,
             cut=context_cut(),
         )
+        self._replay = StepReplay(spec.trainer, policy)
         self._scorer = Scorer(spec.trainer, policy, reference)
         self._objective = Objective(spec.trainer)
         self._stage = stage_settings(spec.trainer)
@@ -61,10 +63,7 @@ class StepTrainer:
         rank = parallel_state.get_data_parallel_rank()
         with timer.part("pack"):
             packs = [
-                [
-                    make_pack([samples[i] for i in ids], advantages, self._packing, self._device)
-                    for ids in step.micro_batches[rank]
-                ]
+                [self._pack([samples[i] for i in ids], advantages) for ids in step.micro_batches[rank]]
                 for step in plan.optimizer_steps
             ]
         scores = self._scorer.score(packs, timer)
@@ -80,12 +79,16 @@ class StepTrainer:
                 norms.append(self._policy.update())
         with timer.part("metrics"):  # waits for what the device has not finished
             reduced = reduce_statistics(statistics, parallel_state.get_data_parallel_group())
+        self._replay.check(packs)
         metrics = self._metrics(reduced)
         return metrics | {
             "grad_norm": sum(norms) / len(norms),
             "lr": rates[-1],
             "optimizer_steps": float(len(norms)),
         }
+
+    def _pack(self, samples: Sequence[Sample], advantages: Mapping[str, float]) -> Pack:
+        return self._replay.equip(make_pack(samples, advantages, self._packing, self._device), samples)
 
     def _work(self, packs: list[list[Pack]], scores: list[list[Scores]], timer: PartTimer) -> list[list[Work]]:
         """Every pack with what its loss needs, by optimizer step."""

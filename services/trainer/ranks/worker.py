@@ -106,7 +106,7 @@ class RankWorker:
         self._critic = CriticTrainer(spec, self._policy, self._device) if command.critic else None
         reference = policies.build_reference(spec, self._device) if spec.trainer.use_kl_loss else None
         self._trainer = StepTrainer(spec, self._policy, reference, self._device)
-        self._source = SampleSource()
+        self._source = SampleSource(() if command.critic else spec.trainer.side_payloads)
         self._groups = WeightGroups(self._device)
         self._files = VersionFiles()
         checksums.prepare(self._device)

@@ -9,14 +9,16 @@ import pytest
 
 from services.common import devices
 from services.common.errors import Code, ServiceError
-from services.common.records import VersionSpan
+from services.common.records import SamplingParams, VersionSpan
 from services.rollout.adapters.engine_http import read_generations, read_spans, sentence
 from services.rollout.adapters.sglang_launch import SGLangFactory, command_line
 from services.rollout.adapters.sglang_rules import match_tensors
 from services.rollout.adapters.simulated import SimulatedFactory
+from services.rollout.core.completion import GenerationRequest
 from services.rollout.core.engine_port import LaunchSpec
 
 LAYER = "model.layers.0"
+REQUEST = GenerationRequest("r", (1, 2, 3), SamplingParams(max_new_tokens=8))
 SENT = [
     "model.embed_tokens.weight",
     f"{LAYER}.self_attn.q_proj.weight",
@@ -51,6 +53,16 @@ def test_fused_tensors_are_concatenations_in_the_engines_order():
     assert list(rules) == HELD
     assert rules[f"{LAYER}.self_attn.qkv_proj.bias"] == tuple(f"{LAYER}.self_attn.{x}_proj.bias" for x in "qkv")
     assert rules[f"{LAYER}.mlp.gate_up_proj.weight"] == tuple(SENT[7:9])
+
+
+def test_experts_are_one_after_the_other_gate_before_up():
+    mlp = f"{LAYER}.mlp"
+    parts = ("gate_proj", "up_proj", "down_proj")
+    sent = [f"{mlp}.gate.weight", *(f"{mlp}.experts.{i}.{part}.weight" for i in range(11) for part in parts)]
+    held = [f"{mlp}.gate.weight", f"{mlp}.experts.w13_weight", f"{mlp}.experts.w2_weight"]
+    rules = {rule.engine_name: rule.source_names for rule in match_tensors(held, sent, tied=False)}
+    assert rules[held[1]] == tuple(f"{mlp}.experts.{i}.{x}_proj.weight" for i in range(11) for x in ("gate", "up"))
+    assert rules[held[2]] == tuple(f"{mlp}.experts.{i}.down_proj.weight" for i in range(11))
 
 
 def test_tied_embeddings_may_have_either_name_on_either_side():
@@ -101,7 +113,7 @@ def test_without_spans_tokens_count_as_made_by_the_oldest_version_possible():
 
 
 def test_an_abort_before_the_first_token_is_an_empty_generation():
-    (generation,) = read_generations({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}, None)
+    (generation,) = read_generations({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}, None, REQUEST)
     assert (generation.finish_reason, len(generation.output_ids), generation.versions) == ("abort", 0, ())
 
 
