@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipes import AFTER, RECIPES, Book, Result, digest, figures_of
+from benchmarks.recipes import AFTER, RECIPES, figures_of, stamps
+from benchmarks.run_book import Book, Result
 from examples.first_run.__main__ import CONFIGS
 from examples.first_run.task import write_task
 from services.console.core.flags import parse_flags
@@ -55,13 +56,12 @@ def test_every_recipe_is_measured_and_has_a_bar():
 
 
 def test_results_are_kept_until_the_recipe_changes(tmp_path):
-    book = Book(tmp_path / "results.jsonl")
-    curve = [(0, 0.4), (40, 0.9)]
-    first = Result("grpo", 1, digest("grpo"), failed="it fell over")
-    second = Result("grpo", 1, digest("grpo"), "grpo-2", 60.0, curve, {"reward_mean": [0.5, 0.9]})
-    for result in (first, second, Result("dapo", 1, "of another file")):
+    book, stamp = Book(tmp_path / "results.jsonl"), stamps()["grpo"]
+    first = Result("grpo", 1, stamp, failed="it fell over")
+    second = Result("grpo", 1, stamp, "grpo-2", 60.0, [(0, 0.4), (40, 0.9)], {"reward_mean": [0.5, 0.9]})
+    for result in (first, second, Result("dapo", 1, "of another file", failed="old")):
         book.write(result)
-    found = book.read()
+    found = book.read(stamps())
     assert list(found) == [("grpo", 1)]
     assert found["grpo", 1].run_id == "grpo-2"
     assert [figure.passed for figure in figures_of(found["grpo", 1])] == [True, True]
