@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mismatch [--seeds 1]`: an engine whose policy is not the trainer's, with and without correction.
+"""`python -m benchmarks.mismatch [--seeds 1]`: what a mismatched engine costs, without and with correction.
 
 The engine samples at another temperature than the trainer is told (`mismatch_engine`). The same run four times on the
 same tiers: with an engine as it should be, mismatched without correction, with truncated importance sampling (TIS), and
