@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from services.common.fault_points import reach
 from services.common.records import Sample
 from services.common.run_spec import RunSpec
 from services.trainer.core.algorithms.value_loss import explained_variance, value_sums, value_terms
@@ -89,6 +90,7 @@ class CriticTrainer:
             with timer.part("optimizer"):
                 broken = [(one.pack.sample_ids, s.broken) for one, s in zip(step, statistics[-1], strict=True)]
                 check_finite(broken, f"The critic's loss of optimizer step {self._policy.optimizer_steps}")
+                reach("critic.before_optimizer")
                 norms.append(self._policy.update())
         with timer.part("metrics"):
             reduced = reduce_statistics(statistics, parallel_state.get_data_parallel_group())

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,6 +25,7 @@ from services.common.records import Sample
 from services.common.run_spec import RunSpec
 from services.trainer.core.schedule import StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
+from services.trainer.ranks.by_sample import by_sample, of_pack
 from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.nonfinite import check_finite
 from services.trainer.ranks.objective import Objective, Work
@@ -55,11 +59,19 @@ class StepTrainer:
     def train(
         self, samples: Mapping[str, Sample], plan: StepPlan, advantages: Mapping[str, float], timer: PartTimer
     ) -> dict[str, float]:
-        """Makes every optimizer step of the plan with this rank's samples; returns metrics equal on all ranks.
+        """`prepare` and `update` of a step without a critic."""
+        return self.update(self.prepare(samples, plan, advantages, {}, timer), timer)
 
-        Raises:
-            ServiceError: LOSS_NOT_FINITE, GRADIENT_NOT_FINITE: what was wrong is not in the weights.
-        """
+    def prepare(
+        self,
+        samples: Mapping[str, Sample],
+        plan: StepPlan,
+        advantages: Mapping[str, float],
+        values: Mapping[str, np.ndarray],
+        timer: PartTimer,
+    ) -> list[list[Work]]:
+        """Everything that has to be known before the first update, of this rank's samples, by optimizer step.
+        `values`: the critic's, by sample, if there is one."""
         rank = parallel_state.get_data_parallel_rank()
         with timer.part("pack"):
             packs = [
@@ -67,7 +79,19 @@ class StepTrainer:
                 for step in plan.optimizer_steps
             ]
         scores = self._scorer.score(packs, timer)
-        work = self._work(packs, scores, timer)
+        if self._settings.needs_critic:
+            scores = [
+                [replace(s, values=of_pack(p, values, "the critic")) for p, s in zip(*pair, strict=True)]
+                for pair in zip(packs, scores, strict=True)
+            ]
+        return self._work(packs, scores, timer)
+
+    def update(self, work: list[list[Work]], timer: PartTimer) -> dict[str, float]:
+        """Makes every optimizer step; returns metrics equal on all ranks.
+
+        Raises:
+            ServiceError: LOSS_NOT_FINITE, GRADIENT_NOT_FINITE: what was wrong is not in the weights.
+        """
         statistics, norms, rates = [], [], []
         for step in work:
             rates.append(self._policy.next_learning_rate())
@@ -79,7 +103,7 @@ class StepTrainer:
                 norms.append(self._policy.update())
         with timer.part("metrics"):  # waits for what the device has not finished
             reduced = reduce_statistics(statistics, parallel_state.get_data_parallel_group())
-        self._replay.check(packs)
+        self._replay.check([[w.pack for w in step] for step in work])
         metrics = self._metrics(reduced)
         return metrics | {
             "grad_norm": sum(norms) / len(norms),
@@ -89,6 +113,22 @@ class StepTrainer:
 
     def _pack(self, samples: Sequence[Sample], advantages: Mapping[str, float]) -> Pack:
         return self._replay.equip(make_pack(samples, advantages, self._packing, self._device), samples)
+
+    def returns(self, work: list[list[Work]]) -> dict[str, np.ndarray]:
+        """What the critic is to be trained on, of this rank's samples; empty without one."""
+        found = ((w.pack, w.targets.returns) for step in work for w in step)
+        return by_sample((pack, returns) for pack, returns in found if returns is not None)
+
+    def untouched(self, work: list[list[Work]]) -> dict[str, float]:
+        """Metrics of a step that updates nothing, equal on all ranks."""
+        packs = [w.pack for step in work for w in step]
+        counts = [sum(len(pack.rows) for pack in packs), sum(pack.total_tokens for pack in packs)]
+        totals = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        group = parallel_state.get_data_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(totals, group=group)
+        trained, total = totals.tolist()
+        return {"trained_tokens": trained, "total_tokens": total, "optimizer_steps": 0.0}
 
     def _work(self, packs: list[list[Pack]], scores: list[list[Scores]], timer: PartTimer) -> list[list[Work]]:
         """Every pack with what its loss needs, by optimizer step."""

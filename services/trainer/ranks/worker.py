@@ -103,9 +103,11 @@ class RankWorker:
 
         self._spec = spec
         self._policy = policies.build_policy(spec, self._device, values=command.critic)
-        self._critic = CriticTrainer(spec, self._policy, self._device) if command.critic else None
-        reference = policies.build_reference(spec, self._device) if spec.trainer.use_kl_loss else None
-        self._trainer = StepTrainer(spec, self._policy, reference, self._device)
+        if command.critic:
+            self._critic = CriticTrainer(spec, self._policy, self._device)
+        else:
+            reference = policies.build_reference(spec, self._device) if spec.trainer.needs_reference else None
+            self._trainer = StepTrainer(spec, self._policy, reference, self._device)
         self._source = SampleSource(() if command.critic else spec.trainer.side_payloads)
         self._groups = WeightGroups(self._device)
         self._files = VersionFiles()
@@ -170,9 +172,11 @@ class RankWorker:
         timer = PartTimer()
         with timer.part("total"):
             samples = self._fetch(command, timer)
-            metrics = self._trainer.train(samples, command.plan, command.advantages, timer)
+            work = self._trainer.prepare(samples, command.plan, command.advantages, command.values, timer)
+            returns = self._trainer.returns(work)
+            metrics = self._trainer.update(work, timer) if command.update else self._trainer.untouched(work)
         self._step_count += 1
-        return commands.TrainResult(metrics, timer.seconds)
+        return commands.TrainResult(metrics, timer.seconds, returns)
 
     def _list_weights(self, _command: commands.ListWeights) -> tuple[commands.TensorSpec, ...]:
         from services.trainer.ranks.model.hf_weights import list_weights
