@@ -14,7 +14,6 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from services.common.telemetry import get_logger
 from services.trainer.ranks import softmax_torch
@@ -104,10 +103,25 @@ def log_probs_and_entropy(
         temperature: softmax temperature.
         kept: tokens over which the log-probs are normalised, all without; the entropy is always that of all.
     """
+    from megatron.core import parallel_state
+
     group = parallel_state.get_tensor_model_parallel_group()
     start = group.rank() * logits.size(-1)
     own = max(min(vocab_size - start, logits.size(-1)), 0)
     x = logits if own == logits.size(-1) else logits[:, :own]
     others = group if group.size() > 1 else None
     shard = None if kept is None else KeptShard.of(kept, start, own, others)
-    return _VocabularySoftmax.apply(x, targets, start, temperature, others, shard)
+    return vocabulary_softmax(x, targets, start, temperature, others, shard)
+
+
+def vocabulary_softmax(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    start: int,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    kept: KeptShard | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`log_probs_and_entropy` of logits [k, shard] that begin with token `start`; group: of the ranks that have the
+    other shards, None for the whole vocabulary."""
+    return _VocabularySoftmax.apply(logits, targets, start, temperature, group, kept)
