@@ -129,11 +129,11 @@ class Embedded:
             assert time.monotonic() < deadline, f"{what}: not within {timeout:.0f} s; logs in {self.directory}/logs"
             await asyncio.sleep(_POLL)
 
-    async def caught(self, point: str, timeout: float = 60.0) -> dict[str, Any]:
+    async def caught(self, point: str, timeout: float = 60.0, **labels: str) -> dict[str, Any]:
         """Arms a fault point and waits until a process stands still there; → its pid and process group."""
         reached = self.fault_dir / f"{point}{REACHED}"
         reached.unlink(missing_ok=True)
-        (self.fault_dir / f".{point}").write_text("{}")
+        (self.fault_dir / f".{point}").write_text(json.dumps(labels))
         (self.fault_dir / f".{point}").rename(self.fault_dir / point)
         await self.until(reached.exists, timeout, f"somebody at {point}")
         return json.loads(reached.read_text())

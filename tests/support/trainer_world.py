@@ -263,6 +263,7 @@ class MemoryRanks:
         self.stopped = False
         self.errors: dict[str, str] = {}  # by group
         self.die_in: dict[str, RanksFailed] = {}
+        self.updates: list[bool] = []  # by step
 
     async def start(self) -> None:
         self.world.tick("ranks.start")
@@ -309,6 +310,7 @@ class MemoryRanks:
         assert command.step == self.steps, "steps follow each other"
         assert self.history is not None
         self.history += command.plan.sample_ids(0)
+        self.updates.append(command.update)
         self.steps += 1
         return commands.TrainResult({"loss": 0.5, "total_tokens": 32.0}, {"total": 0.01, "fetch": 0.002})
 

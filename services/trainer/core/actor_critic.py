@@ -121,6 +121,9 @@ class ActorCritic:
 
     async def _watched(self, work: Coroutine) -> Any:
         """Result of `work`, unless ranks of either side fail first, those too that have nothing to do with it."""
+        if self.failure:
+            work.close()
+            raise self.failure
         task = asyncio.ensure_future(work)
         watches = [asyncio.ensure_future(ranks.failed()) for ranks in (self._actor, self._critic)]
         try:

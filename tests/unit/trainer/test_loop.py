@@ -41,6 +41,7 @@ KINDS = {
     "push every 2nd": {"trainer": {"save_interval": 3, "update_weights_interval": 2, "max_staleness": 1}},
     "no checkpoints": {"trainer": {"save": None}},
     "supervised": {"trainer": {"save_interval": 1, "loss_type": "sft_loss"}},
+    "critic first": {"trainer": {"save_interval": 2, "advantage_estimator": "ppo", "num_critic_only_steps": 2}},
 }
 
 
@@ -52,6 +53,14 @@ async def test_undisturbed_run(tmp_path, kind):
     assert Counter(ranks.history) == Counter(expected_history(world))
     assert [event.step for event in progress.events if event.kind == "step"] == [0, 1, 2, 3]
     assert ranks.groups == set(ranks.joined), "one group an engine serves all updates"
+
+
+async def test_while_only_the_critic_is_trained_no_weights_travel(tmp_path):
+    world = World(make_spec(tmp_path, **KINDS["critic first"]))
+    _, ranks, progress = await train(world)
+    assert ranks.updates == [False, False, True, True]
+    assert world.log.count("StageWeights") == world.version == 3, "before the first step, and after the last two"
+    assert [event.step for event in progress.events if event.kind == "update_weights"] == [-1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
