@@ -118,7 +118,8 @@ class RunSpec(StrictModel):
                 f"rollout_num_gpus_per_engine {rollout.rollout_num_gpus_per_engine} does not divide"
                 f" rollout_num_gpus {rollout.rollout_num_gpus}"
             )
-        if problem := trainer.opd_problem(trainer.loss_type, rollout.rollout_temperature):
+        temperature, kept = rollout.rollout_temperature, trainer.use_top_p_replay
+        if problem := trainer.opd_problem(trainer.loss_type, temperature, top_p_replay=kept):
             raise ValueError(problem)
         if trainer.save_interval and not trainer.save:
             raise ValueError(f"save_interval {trainer.save_interval} needs save, the directory of checkpoints")

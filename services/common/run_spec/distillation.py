@@ -58,12 +58,17 @@ class DistillationSettings(StrictModel):
             check_url(self.opd_teacher_url)
         return self
 
-    def opd_problem(self, loss_type: str, temperature: float) -> str:
+    def opd_problem(self, loss_type: str, temperature: float, *, top_p_replay: bool) -> str:
         """What does not go together with distillation, in one sentence, or an empty string."""
         if not self.use_opd:
             return ""
         if loss_type != "policy_loss":
             return f"use_opd has no effect with loss_type {loss_type}; set policy_loss, or leave use_opd out"
+        if self.opd_top_k is not None and top_p_replay:
+            return (
+                f"opd_top_k {self.opd_top_k} with use_top_p_replay: the policy's log-probs are over the tokens that"
+                " top-p left, the teacher's over all; leave one of them out"
+            )
         if self.opd_type == "sglang" and temperature != 1:
             return (
                 f"rollout_temperature {temperature} with opd_type sglang: an engine gives log-probs of given tokens at"

@@ -25,6 +25,7 @@ def critic_spec(spec: RunSpec) -> RunSpec:
             "lr": actor.critic_lr or actor.lr,
             "lr_warmup_iters": actor.lr_warmup_iters if warmup is None else warmup,
             "num_critic_only_steps": 0,
+            "use_opd": False,  # the teacher is the actor's
         }
     )
     rollout = spec.rollout.model_copy(update={"hf_checkpoint": actor.critic_load or spec.rollout.hf_checkpoint})

@@ -17,6 +17,14 @@ from services.trainer.ranks.timing import PartTimer
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """A teacher's n most likely tokens at each of this rank's rows: ids int64 [own, n], log_probs float32 [own, n]."""
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Scores:
     """Of the trained tokens of one pack, each float32 [k], without gradient; None: the run does not need it.
 
@@ -24,7 +32,7 @@ class Scores:
         something needs them before the loss: the current log-probs are the same there.
     kept: log-probs by the weights of the version that generated each token.
     reference: log-probs by the reference model.
-    teacher: log-probs by the teacher of a distillation.
+    teacher, teacher_top: log-probs by the teacher of a distillation, and its most likely tokens.
     values: the critic's, before the step.
     """
 
@@ -32,11 +40,15 @@ class Scores:
     kept: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     teacher: torch.Tensor | None = None
+    teacher_top: TopTokens | None = None
     values: torch.Tensor | None = None
 
 
 def needs_trainer_scores(settings: TrainerSettings) -> bool:
-    """Whether the policy's log-probs are needed before the loss: KL in rewards, weights normalised over the step."""
+    """Whether the policy's log-probs are needed before the loss: KL in rewards or to a teacher, weights normalised over
+    the step."""
+    if settings.opd_sampled and not settings.use_rollout_logprobs:
+        return True
     return settings.kl_coef > 0 or settings.tis_batch_normalize
 
 

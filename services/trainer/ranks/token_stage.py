@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from services.common.run_spec.algorithm import AlgorithmSettings
+from services.common.run_spec import TrainerSettings
+from services.trainer.core.algorithms.distillation import reverse_kl_advantage
 from services.trainer.core.algorithms.estimators import estimator
 from services.trainer.core.algorithms.kl import kl_estimate
 from services.trainer.core.algorithms.returns import discounted, gae, token_rewards
@@ -25,26 +26,29 @@ from services.trainer.ranks.scores import Scores
 @dataclass(frozen=True)
 class StageSettings:
     """form: what a sample's number becomes for its tokens (`Estimator.token_stage`); kl_type: estimator of the KL in
-    rewards; gamma, lambd: of returns and generalized advantages; whiten: over all trained tokens of the step."""
+    rewards; gamma, lambd: of returns and generalized advantages; whiten: over all trained tokens of the step; opd_coef:
+    weight of the reverse KL to a teacher, 0 without."""
 
     form: str
     kl_type: str
     gamma: float
     lambd: float
     whiten: bool
+    opd_coef: float = 0.0
 
 
 @dataclass(frozen=True)
 class TokenTargets:
     """What a pack is trained on, each float32 [k]. advantages; returns: what values are trained on, with a critic; kl:
-    to the reference before the step, where rewards hold one."""
+    to the reference before the step, where rewards hold one; reverse_kl: to the teacher, where advantages hold it."""
 
     advantages: torch.Tensor
     returns: torch.Tensor | None = None
     kl: torch.Tensor | None = None
+    reverse_kl: torch.Tensor | None = None
 
 
-def stage_settings(settings: AlgorithmSettings) -> StageSettings:
+def stage_settings(settings: TrainerSettings) -> StageSettings:
     """The stage's settings out of a run's. Raises FUNCTION_NOT_LOADABLE."""
     supervised = settings.loss_type == "sft_loss"
     return StageSettings(
@@ -53,6 +57,7 @@ def stage_settings(settings: AlgorithmSettings) -> StageSettings:
         gamma=settings.gamma,
         lambd=settings.lambd,
         whiten=settings.normalize_advantages and not supervised,
+        opd_coef=settings.opd_kl_coef if settings.opd_sampled else 0.0,
     )
 
 
@@ -73,6 +78,9 @@ def token_stage(
         group: the data-parallel ranks, over which whitening looks.
     """
     targets = [_targets(pack, score, settings, kl_coef) for pack, score in zip(packs, scores, strict=True)]
+    if settings.opd_coef:
+        everything = zip(targets, packs, scores, strict=True)
+        targets = [_distilled(*of_pack, settings.opd_coef) for of_pack in everything]
     return _whitened(targets, group) if settings.whiten else targets
 
 
@@ -93,6 +101,15 @@ def _targets(pack: Pack, scores: Scores, settings: StageSettings, kl_coef: float
     assert scores.values is not None, "gae needs a critic's values"
     advantages, returns = gae(rewards, scores.values, pack.segments, settings.gamma, settings.lambd)
     return TokenTargets(advantages, returns, kl)
+
+
+def _distilled(targets: TokenTargets, pack: Pack, scores: Scores, coef: float) -> TokenTargets:
+    """Advantages with the reverse KL to the teacher; the student is the policy before the step, or the engine's
+    numbers where the run takes these for it."""
+    assert scores.teacher is not None, "distillation needs a teacher's log-probs"
+    student = pack.engine_log_probs if scores.trainer is None else scores.trainer
+    pull = reverse_kl_advantage(student, scores.teacher)
+    return replace(targets, advantages=targets.advantages + coef * pull, reverse_kl=-pull)
 
 
 def _whitened(targets: list[TokenTargets], group: dist.ProcessGroup) -> list[TokenTargets]:

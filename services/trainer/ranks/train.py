@@ -25,6 +25,7 @@ from services.common.records import Sample
 from services.common.run_spec import RunSpec
 from services.trainer.core.schedule import StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
+from services.trainer.ranks.distillation import make_distillation
 from services.trainer.ranks.by_sample import by_sample, of_pack
 from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.nonfinite import check_finite
@@ -54,6 +55,7 @@ class StepTrainer:
         self._scorer = Scorer(spec.trainer, policy, reference)
         self._objective = Objective(spec.trainer)
         self._stage = stage_settings(spec.trainer)
+        self._distillation = make_distillation(spec, policy, device)
         self._options = {"fp32_output": False} if spec.trainer.bf16 else {}
 
     def train(
@@ -79,6 +81,8 @@ class StepTrainer:
                 for step in plan.optimizer_steps
             ]
         scores = self._scorer.score(packs, timer)
+        if self._distillation is not None:
+            scores = self._distillation.add_scores(scores, packs, samples, timer)
         if self._settings.needs_critic:
             scores = [
                 [replace(s, values=of_pack(p, values, "the critic")) for p, s in zip(*pair, strict=True)]
@@ -168,6 +172,8 @@ class StepTrainer:
         policy = self._policy
         log_probs, entropy = trained_log_probs(logits, work.pack, policy.hf, policy.temperature)
         loss, collected = self._objective(log_probs, entropy, work, self._settings.kl_loss_coef)
+        if self._distillation is not None:
+            loss = self._distillation.add_loss(loss, collected, logits, log_probs, work)
         return (loss * work.pack.weights).sum(), pack_statistics(loss, collected, work.pack)
 
     def _check(self, work: list[Work], statistics: list[PackStatistics]) -> None:

@@ -49,6 +49,11 @@ def test_a_teacher_on_the_ranks_is_asked_at_the_temperature_of_the_run():
         (ENGINE | {"opd_kl_coef": 0.0}, {}, "opd_kl_coef"),
         (ENGINE | {"opd_top_k": 0}, {}, "opd_top_k"),
         (ENGINE | {"loss_type": "sft_loss"}, {}, "use_opd has no effect with loss_type sft_loss"),
+        (
+            ENGINE | {"opd_top_k": 4, "use_top_p_replay": True},
+            {"rollout_top_p": 0.9},
+            "opd_top_k 4 with use_top_p_replay",
+        ),
         (ENGINE, {"rollout_temperature": 0.7}, "set rollout_temperature 1, or opd_type megatron"),
         *(
             (ENGINE | {"opd_teacher_url": url}, {}, "is no base URL; write it like http://host:30000")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 REST_FLOOR = 1e-7
-"""Least probability that counts for the tokens outside of the teacher's n: below it is rounding of float32 log-probs."""
+"""Least probability of the tokens outside of the teacher's n that counts: less is rounding of float32 log-probs."""
 
 
 def reverse_kl_advantage(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
