@@ -27,6 +27,7 @@ def sample_rows(answer: buffer_pb.GetGroupResponse, run_id: str, step: int) -> I
             "group_id": sample.group_id,
             "ordinal": answer.info.ordinal,
             "index": sample.index,
+            "rollout_index": sample.rollout_index if sample.HasField("rollout_index") else None,
             "dataset": prompt.dataset,
             "prompt": prompt.text,
             "label": prompt.label,

@@ -52,6 +52,7 @@ def run_settings(run: ActiveRun) -> RunSettings:
         ),
         fleet=_fleet(spec),
         samples_per_prompt=rollout.n_samples_per_prompt,
+        greedy_first=spec.trainer.needs_greedy_sample,
         samples_per_eval_prompt=rollout.n_samples_per_eval_prompt,
         max_turns=rollout.max_turns,
         max_inflight=rollout.max_inflight,

@@ -4,6 +4,9 @@ Two signatures are known (chosen by the names of the parameters):
 - ours: `async def generate(context, prompt, sampling) -> Trajectory`;
 - slime's: `async def generate(args, sample, sampling_params) -> sample`, see `services.rollout.core.slime`.
 
+Either may return a list: the samples of one rollout (sub-agents, say, or a context that was cut on the way). A group
+has as many rollouts as the run asks for, and advantages count each once.
+
 User functions run in a thread of their own; their calls of the engines come back to the node's loop.
 Invariant: whatever a function returns, the trajectory satisfies the rules of `Trajectory` or the sample fails.
 """
@@ -29,6 +32,9 @@ from services.rollout.core.trajectory import Trajectory
 from services.rollout.core.user_loop import UserLoop
 
 PATH_KEY = "custom_generate_function_path"
+
+_Rollout = Trajectory | list[Trajectory]
+"""What one rollout gave."""
 
 
 class TurnLimitReached(Exception):
@@ -104,62 +110,83 @@ class Generator:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        sample_count: int,
+        rollout_count: int,
         begun: Mapping[int, Trajectory] | None = None,
+        *,
+        greedy_first: bool = False,
     ) -> list[Trajectory]:
-        """`sample_count` trajectories in order. `begun`: what there is of some; ABORTED ones are not finished yet.
+        """The trajectories of `rollout_count` rollouts in order; one each, unless the user's function fans out.
+
+        `begun`: what there is of some by rollout; ABORTED ones are not finished yet. `greedy_first`: the first rollout
+        is decoded greedily.
 
         Raises ServiceError when any sample failed for good, Unfinished when the node halted first.
         """
         deadline = time.monotonic() + self.run.generate_timeout
         begun = begun or {}
+        samplings = [sampling] * rollout_count
+        if greedy_first:
+            samplings[0] = replace(sampling, temperature=0.0)
         done = {index: made for index, made in begun.items() if made.status is not SampleStatus.ABORTED}
         if self.function is None and self.slime is None:
-            made = await self._single_turn(prompt, sampling, sample_count, deadline, begun)
+            made = await self._single_turn(prompt, samplings, deadline, begun)
         else:
             # A function of the user cannot be entered half way: what it had not finished is made again.
-            left = [index for index in range(sample_count) if index not in done]
-            calls = [self._custom(prompt, sampling, index, deadline) for index in left]
+            left = [index for index in range(rollout_count) if index not in done]
+            calls = [self._custom(prompt, samplings[index], index, deadline) for index in left]
             made = dict(zip(left, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-        return self._complete(done, made, sample_count)
+        return self._complete(done, made, rollout_count)
 
     def _complete(
-        self, done: Mapping[int, Trajectory], made: Mapping[int, Trajectory | BaseException], sample_count: int
+        self, done: Mapping[int, Trajectory], made: Mapping[int, _Rollout | BaseException], rollout_count: int
     ) -> list[Trajectory]:
         """All trajectories in order. Raises the first failure that is not the halt, then Unfinished."""
-        whole = dict(done)
+        whole = {index: [trajectory] for index, trajectory in done.items()}
         for index, outcome in made.items():
-            if isinstance(outcome, Trajectory):
-                whole[index] = outcome
+            if not isinstance(outcome, BaseException):
+                whole[index] = outcome if isinstance(outcome, list) else [outcome]
             elif not (isinstance(outcome, ServiceError) and self.completer.halt.called):
                 raise outcome
-        for outcome in whole.values() if self.loop is not None else ():
-            if not outcome.versions and outcome.status is not SampleStatus.ABORTED:
-                raise ServiceError(
-                    Code.FAILED_PRECONDITION,
-                    "GENERATE_FAILED",
-                    f"{PATH_KEY} {self.run.generate_path!r} returned a sample without any token of the model.",
-                )
-        halted = any(one.status is SampleStatus.ABORTED for one in whole.values()) and self.completer.halt.called
-        if halted or len(whole) < sample_count:
-            raise Unfinished({index: one for index, one in sorted(whole.items()) if one.response_length})
-        return [whole[index] for index in range(sample_count)]
+        everything = [one for rollout in whole.values() for one in rollout]
+        for one in everything if self.loop is not None else ():
+            if not one.versions and one.status is not SampleStatus.ABORTED:
+                raise self._misused("returned a sample without any token of the model")
+        halted = any(one.status is SampleStatus.ABORTED for one in everything) and self.completer.halt.called
+        if halted or len(whole) < rollout_count:
+            # A rollout of several samples is made again as a whole.
+            single = {index: rollout[0] for index, rollout in sorted(whole.items()) if len(rollout) == 1}
+            raise Unfinished({index: one for index, one in single.items() if one.response_length})
+        if len(everything) > rollout_count:
+            for index, rollout in whole.items():
+                for one in rollout:
+                    one.rollout_index = index
+        return [one for index in range(rollout_count) for one in whole[index]]
+
+    def _misused(self, what: str) -> ServiceError:
+        return ServiceError(
+            Code.FAILED_PRECONDITION, "GENERATE_FAILED", f"{PATH_KEY} {self.run.generate_path!r} {what}."
+        )
 
     async def _single_turn(
         self,
         prompt: Prompt,
-        sampling: SamplingParams,
-        sample_count: int,
+        samplings: Sequence[SamplingParams],
         deadline: float,
         begun: Mapping[int, Trajectory],
     ) -> dict[int, Trajectory | BaseException]:
         """Outcome by index of the samples that were not done."""
-        fresh = [index for index in range(sample_count) if index not in begun]
+        fresh: dict[SamplingParams, list[int]] = {}
+        for index, sampling in enumerate(samplings):
+            if index not in begun:
+                fresh.setdefault(sampling, []).append(index)
         unfinished = [index for index, one in begun.items() if one.status is SampleStatus.ABORTED]
-        start = [self.completer.complete(prompt.tokens, sampling, len(fresh), deadline)] if fresh else []
+        start = [
+            self.completer.complete(prompt.tokens, sampling, len(indexes), deadline)
+            for sampling, indexes in fresh.items()
+        ]
         going_on, started = await asyncio.gather(
             asyncio.gather(
-                *(self._go_on(begun[index], sampling, deadline) for index in unfinished), return_exceptions=True
+                *(self._go_on(begun[index], samplings[index], deadline) for index in unfinished), return_exceptions=True
             ),
             asyncio.gather(*start, return_exceptions=True),
         )
@@ -167,10 +194,11 @@ class Generator:
         for index, answer in made.items():
             if isinstance(answer, ServiceError) and self.completer.halt.called:
                 made[index] = begun[index]  # no engine took it up
-        for answer in started:
+        for indexes, answer in zip(fresh.values(), started, strict=True):
             if isinstance(answer, BaseException):
-                return made | dict.fromkeys(fresh, answer)
-            for index, generation in zip(fresh, answer, strict=True):
+                made |= dict.fromkeys(indexes, answer)
+                continue
+            for index, generation in zip(indexes, answer, strict=True):
                 trajectory = Trajectory(prompt.tokens)
                 trajectory.append_generation(generation)
                 made[index] = trajectory
@@ -190,7 +218,7 @@ class Generator:
         begun.turn_count = max(1, turns)
         return begun
 
-    async def _custom(self, prompt: Prompt, sampling: SamplingParams, index: int, deadline: float) -> Trajectory:
+    async def _custom(self, prompt: Prompt, sampling: SamplingParams, index: int, deadline: float) -> _Rollout:
         # No user code runs before an engine can answer it; the time it has begins then.
         if not await self.completer.fleet.wait_serving(deadline - time.monotonic()):
             raise ServiceError(Code.UNAVAILABLE, "NO_ENGINE_READY", "No engine of this node became READY in time.")
@@ -201,7 +229,7 @@ class Generator:
         context = GenerateContext(self.completer, self.run, index, deadline)
         return await self.loop.run(lambda: self._call(context, prompt, sampling), remaining)
 
-    async def _call(self, context: GenerateContext, prompt: Prompt, sampling: SamplingParams) -> Trajectory:
+    async def _call(self, context: GenerateContext, prompt: Prompt, sampling: SamplingParams) -> _Rollout:
         assert self.function is not None
         try:
             result = await self.function(context, prompt, sampling)
@@ -210,14 +238,12 @@ class Generator:
             if result is None:
                 raise
             result.finish(SampleStatus.TRUNCATED)
-        if not isinstance(result, Trajectory):
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
-                "GENERATE_FAILED",
-                f"{PATH_KEY} {self.run.generate_path!r} returned {type(result).__name__}; return the Trajectory"
-                " that context.start(prompt) gave.",
-            )
-        return result
+        rollout = list(result) if isinstance(result, list | tuple) else [result]
+        if wrong := [type(one).__name__ for one in rollout if not isinstance(one, Trajectory)]:
+            raise self._misused(f"returned {wrong[0]}; return the Trajectory that context.start(prompt) gave")
+        if not rollout:
+            raise self._misused("returned no Trajectory; return one at least")
+        return rollout
 
     def close(self) -> None:
         """Ends the thread of user functions."""

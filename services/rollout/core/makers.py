@@ -41,17 +41,26 @@ class RolloutMaker:
     filter: SamplingFilter | None = None
 
     async def samples(
-        self, prompt: Prompt, sampling: SamplingParams, sample_count: int, partial: Group | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        rollout_count: int,
+        partial: Group | None = None,
+        *,
+        greedy_first: bool = False,
     ) -> list[Sample]:
         """Unscored samples of a prompt. Raises the errors of `Generator.generate`; Interrupted when the node halted."""
         began = time.monotonic()
         try:
-            trajectories = await self.generator.generate(prompt, sampling, sample_count, _begun(prompt, partial))
+            begun = _begun(prompt, partial)
+            trajectories = await self.generator.generate(
+                prompt, sampling, rollout_count, begun, greedy_first=greedy_first
+            )
         except Unfinished as stop:
             # What was recorded of them cannot be handed over: they are made again.
             begun = {} if self.run.record else stop.trajectories
             raise Interrupted(self._group(prompt, begun)) from stop
-        self.counters.generate_seconds += (time.monotonic() - began) * sample_count
+        self.counters.generate_seconds += (time.monotonic() - began) * rollout_count
         return list(self._group(prompt, dict(enumerate(trajectories))).samples)
 
     def _group(self, prompt: Prompt, trajectories: Mapping[int, Trajectory]) -> Group:
@@ -80,7 +89,8 @@ class RolloutMaker:
         """
         began = time.monotonic()
         sampling = self.run.sampling.overlaid(prompt.sampling)
-        samples = await self.samples(prompt, sampling, self.run.samples_per_prompt, partial)
+        count, greedy_first = self.run.samples_per_prompt, self.run.greedy_first
+        samples = await self.samples(prompt, sampling, count, partial, greedy_first=greedy_first)
         for sample in samples:
             check_recorded(sample, self.run.record)
         generated = time.monotonic()

@@ -78,8 +78,9 @@ class ReplayMaker:
                 self._files.pop(next(iter(self._files)))
             self._files[file] = groups
         rows = self._files[file][position % len(self._files[file])]
-        if len(rows) != self.run.samples_per_prompt:
-            why = f"its group {rows[0]['group_id']} has {len(rows)} samples; set n_samples_per_prompt to that"
+        rollouts = {i if row.get("rollout_index") is None else row["rollout_index"] for i, row in enumerate(rows)}
+        if len(rollouts) != self.run.samples_per_prompt:
+            why = f"its group {rows[0]['group_id']} has {len(rollouts)} rollouts; set n_samples_per_prompt to that"
             raise invalid_field(KEY, str(file), why)
         return Group(prompt.group_id, prompt.ordinal, tuple(_sample(row, prompt, i) for i, row in enumerate(rows)))
 
@@ -98,4 +99,5 @@ def _sample(row: Mapping[str, Any], prompt: Prompt, index: int) -> Sample:
         reward=row["reward"],
         unscored_reason=row["unscored_reason"],
         metadata_json=json.dumps({"replayed": row["group_id"]}),
+        rollout_index=row.get("rollout_index"),
     )

@@ -68,6 +68,9 @@ class RunSettings:
     score: ScoreSettings
     fleet: FleetSettings
     samples_per_prompt: int = 1
+    """Rollouts of a prompt."""
+    greedy_first: bool = False
+    """The first rollout of every prompt is decoded greedily."""
     samples_per_eval_prompt: int = 1
     max_turns: int = 1
     max_inflight: int | None = None

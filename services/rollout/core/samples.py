@@ -31,6 +31,7 @@ def build_sample(prompt: Prompt, index: int, trajectory: Trajectory, tokenizer: 
         tool_seconds=trajectory.tool_seconds,
         metadata_json=json.dumps(trajectory.metadata) if trajectory.metadata else "",
         engine_id=engine_id,
+        rollout_index=trajectory.rollout_index,
         side=trajectory.recorded.side(trajectory.response_length),
     )
 

@@ -6,7 +6,6 @@ the sample, and reads the result back into a `Trajectory`. What is different fro
 - Versions: the engine's report does not pass through here. Unless the function kept spans
   (`weight_version_spans`), the whole response counts as produced by the oldest version that the router held
   between begin and end of the call, so staleness is never understated.
-- Fan-out (a list of samples) is refused: a group has a fixed number of samples.
 """
 
 from __future__ import annotations
@@ -84,6 +83,7 @@ class SlimeSample:
 def finished_sample(prompt: Prompt, sample: Sample) -> SlimeSample:
     """A finished sample as functions written for slime see it."""
     seen = SlimeSample(prompt, sample.index)
+    seen.rollout_id = sample.index if sample.rollout_index is None else sample.rollout_index
     seen.tokens = sample.tokens.tolist()
     seen.response, seen.response_length = sample.response, sample.response_length
     seen.reward = sample.reward
@@ -114,8 +114,8 @@ class SlimeFunction:
 
     async def run(
         self, loop: UserLoop, prompt: Prompt, sampling: SamplingParams, index: int, timeout: float
-    ) -> Trajectory:
-        """One sample. Raises GENERATE_FAILED with what the result lacks."""
+    ) -> list[Trajectory]:
+        """The samples of one rollout. Raises GENERATE_FAILED with what the result lacks."""
         router = urlsplit(self._completer.fleet.router.url)
         args = SlimeArgs(
             self._run.keys,
@@ -128,9 +128,12 @@ class SlimeFunction:
         extra = {"evaluation": False} if self._takes_evaluation else {}
         result = await loop.run(lambda: self._function(args, sample, _as_dict(sampling), **extra), timeout)
         versions = [version for version in (before, self._completer.fleet.oldest_version()) if version is not None]
-        trajectory = read_sample(result, prompt, oldest=min(versions, default=0))
-        self._completer.counters.generated_token_count += int(trajectory.loss_mask.sum())
-        return trajectory
+        found = list(result) if isinstance(result, list | tuple) else [result]
+        if not found:
+            raise _failed("it returned no sample; return one at least")
+        rollout = [read_sample(sample, prompt, oldest=min(versions, default=0)) for sample in found]
+        self._completer.counters.generated_token_count += sum(int(one.loss_mask.sum()) for one in rollout)
+        return rollout
 
 
 def _as_dict(sampling: SamplingParams) -> dict[str, Any]:
@@ -149,8 +152,6 @@ def _as_dict(sampling: SamplingParams) -> dict[str, Any]:
 
 def read_sample(sample: Any, prompt: Prompt, *, oldest: int) -> Trajectory:
     """Trajectory of a returned sample-like object. Raises GENERATE_FAILED with one sentence."""
-    if isinstance(sample, list | tuple):
-        raise _failed(f"it returned {len(sample)} samples; return one, a group has n_samples_per_prompt of them")
     status = _status(getattr(sample, "status", None))
     tokens = [int(token) for token in getattr(sample, "tokens", None) or ()]
     length = int(getattr(sample, "response_length", 0) or 0)

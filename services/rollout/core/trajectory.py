@@ -66,6 +66,8 @@ class Trajectory:
         self.reward: float | None = None
         self.metadata: dict[str, object] = {}
         self.engine_url: str | None = None
+        self.rollout_index: int | None = None
+        """Its rollout in the group, when rollouts give several."""
         self.recorded = Recorded()
 
     @classmethod

@@ -63,7 +63,7 @@ async def test_every_step_may_have_a_file_of_its_own(tmp_path):
 
 async def test_a_file_that_does_not_fit_is_named(tmp_path):
     write(tmp_path / "step.jsonl", groups=1, samples=3)
-    with pytest.raises(ServiceError, match="has 3 samples; set n_samples_per_prompt to that"):
+    with pytest.raises(ServiceError, match="has 3 rollouts; set n_samples_per_prompt to that"):
         await ReplayMaker(run(tmp_path / "step.jsonl")).make(prompt(0))
     (tmp_path / "other.jsonl").write_text('{"input": "1+1="}\n')
     with pytest.raises(ServiceError, match="it is not what `tetrarch export-samples` writes"):
