@@ -18,7 +18,8 @@ import torch
 from services.common.records import Sample, SampleStatus
 from services.common.run_spec import RunSpec
 from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages
-from services.trainer.core.schedule import SampleSize, ScheduleSettings, plan_step
+from services.trainer.core.batches import schedule_settings
+from services.trainer.core.schedule import SampleSize, plan_step
 from services.trainer.ranks import runtime
 from tests.oracle.models import NAMES, VOCAB_SIZE
 
@@ -85,7 +86,6 @@ class Trainee:
         reference = build_reference(spec, self.device) if spec.trainer.use_kl_loss else None
         self.trainer = StepTrainer(spec, self.policy, reference, self.device)
         self.ranks = parallel_state.get_data_parallel_world_size()
-        self.pad = parallel_state.get_tensor_model_parallel_world_size()
 
     def step(self, seed: int) -> dict[str, float]:
         """One step on the batch of a seed; its metrics."""
@@ -96,12 +96,7 @@ class Trainee:
             SampleSize(s.sample_id, len(s.tokens), int(s.loss_mask.sum()) if s.reward is not None else 0)
             for s in samples.values()
         ]
-        settings = ScheduleSettings(
-            data_parallel_size=self.ranks,
-            optimizer_steps=self.spec.trainer.num_steps_per_rollout,
-            max_tokens=self.spec.trainer.max_tokens_per_gpu,
-            pad_multiple=self.pad,
-        )
+        settings = schedule_settings(self.spec, self.ranks)
         advantages = group_advantages([ScoredSample(s.sample_id, s.group_id, s.reward) for s in samples.values()])
         return self.trainer.train(samples, plan_step(sizes, settings), advantages, PartTimer())
 

@@ -15,8 +15,8 @@ import torch
 
 from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages
 from services.trainer.core.algorithms.kl import kl_estimate
+from services.trainer.core.algorithms.normalizers import sample_weights, token_weights
 from services.trainer.core.algorithms.policy_losses import PolicyLossSettings, policy_terms
-from services.trainer.core.losses import token_weights
 
 TOLERANCE = 1e-6
 LOW, HIGH = 0.2, 0.28
@@ -61,7 +61,8 @@ def our_loss(tokens: types.SimpleNamespace, lengths: list[int], *, per_token: bo
         tokens.current, tokens.old, tokens.advantages, PolicyLossSettings(LOW, HIGH), tokens.segments, 9
     )
     loss = terms.objective + kl_coef * kl_estimate(tokens.current, tokens.reference, "k3")
-    weights = token_weights(lengths, per_token=per_token).double()
+    shares = sample_weights(lengths, "token_mean" if per_token else "sample_mean")
+    weights = torch.from_numpy(token_weights(lengths, shares.weights)).double()
     exact = torch.tensor([1.0 if per_token else 1.0 / n for n in lengths], dtype=torch.float64)
     torch.testing.assert_close(weights, exact.repeat_interleave(torch.tensor(lengths)), rtol=1e-7, atol=0)
     return (loss * exact.repeat_interleave(torch.tensor(lengths))).sum() / (sum(lengths) if per_token else len(lengths))

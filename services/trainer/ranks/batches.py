@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from services.common.records import Sample
-from services.trainer.core.losses import token_weights
-from services.trainer.core.schedule import round_up
+from services.trainer.core.algorithms.normalizers import token_weights
+from services.trainer.core.schedule import LossWeight, round_up
 from services.trainer.ranks.kept_tokens import KeptTokens
 from services.trainer.ranks.model.context import WHOLE, ContextCut
 from services.trainer.ranks.model.packing import PackLayout, to_device
@@ -57,19 +57,23 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackSettings:
-    """per_token: normalise over tokens instead of samples; pad_multiple: divisor of every pack's length;
-    supervised: advantages do not matter, every sample is trained; cut: this rank's part of every pack."""
+    """pad_multiple: divisor of every pack's length; supervised: advantages do not matter, every sample is trained;
+    cut: this rank's part of every pack."""
 
-    per_token: bool
     pad_multiple: int
     supervised: bool
     cut: ContextCut = WHOLE
 
 
 def make_pack(
-    samples: Sequence[Sample], advantages: Mapping[str, float], settings: PackSettings, device: torch.device
+    samples: Sequence[Sample],
+    advantages: Mapping[str, float],
+    loss_weights: Mapping[str, LossWeight],
+    settings: PackSettings,
+    device: torch.device,
 ) -> Pack:
-    """Packs samples one after another; pads with a segment of its own. Without samples the pack is padding only."""
+    """Packs samples one after another; pads with a segment of its own. Without samples the pack is padding only.
+    `loss_weights` are those of the optimizer step that the pack is a part of."""
     lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
     total = int(lengths.sum())
     padding = max(round_up(total, settings.pad_multiple), settings.pad_multiple) - total
@@ -81,10 +85,11 @@ def make_pack(
     )
     whole = to_device(whole, device).split([len(token), *[len(row)] * 4])
     counts = np.bincount(trained.segments, minlength=len(samples))
-    weights = token_weights(counts.tolist(), per_token=settings.per_token)
-    real = torch.cat([weights, torch.from_numpy(trained.advantages), torch.from_numpy(trained.engine_log_probs)])
-    weights, advantage, engine = to_device(real, device).chunk(3)
-    count = len(row) if settings.per_token else len(samples)
+    shares = [loss_weights[sample.sample_id] for sample in samples]
+    weights = token_weights(counts, [share.weight for share in shares])
+    real = np.concatenate([weights, trained.advantages, trained.engine_log_probs])
+    weights, advantage, engine = to_device(torch.from_numpy(real), device).chunk(3)
+    count = sum(share.count for share in shares)
     return Pack(
         layout=PackLayout(
             [*lengths.tolist(), padding] if padding else lengths.tolist(),

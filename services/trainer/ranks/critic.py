@@ -43,7 +43,6 @@ class CriticTrainer:
     def __init__(self, spec: RunSpec, policy: Policy, device: torch.device) -> None:
         self._policy, self._device, self._clip = policy, device, spec.trainer.value_clip
         self._packing = PackSettings(
-            per_token=spec.trainer.calculate_per_token_loss,
             pad_multiple=spec.trainer.pad_multiple,
             supervised=False,
             cut=context_cut(),
@@ -59,7 +58,7 @@ class CriticTrainer:
         with timer.part("pack"):
             packs = [
                 [
-                    make_pack([samples[i] for i in ids], advantages, self._packing, self._device)
+                    make_pack([samples[i] for i in ids], advantages, step.loss_weights, self._packing, self._device)
                     for ids in step.micro_batches[rank]
                 ]
                 for step in plan.optimizer_steps

@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from services.common.records import Sample
 from services.common.run_spec import RunSpec
-from services.trainer.core.schedule import StepPlan
+from services.trainer.core.schedule import OptimizerStepPlan, StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
 from services.trainer.ranks.distillation import make_distillation
 from services.trainer.ranks.by_sample import by_sample, of_pack
@@ -46,7 +46,6 @@ class StepTrainer:
         self._settings = spec.trainer
         self._supervised = spec.trainer.loss_type == "sft_loss"
         self._packing = PackSettings(
-            per_token=spec.trainer.calculate_per_token_loss,
             pad_multiple=spec.trainer.pad_multiple,
             supervised=self._supervised,
             cut=context_cut(),
@@ -77,7 +76,7 @@ class StepTrainer:
         rank = parallel_state.get_data_parallel_rank()
         with timer.part("pack"):
             packs = [
-                [self._pack([samples[i] for i in ids], advantages) for ids in step.micro_batches[rank]]
+                [self._pack([samples[i] for i in ids], advantages, step) for ids in step.micro_batches[rank]]
                 for step in plan.optimizer_steps
             ]
         scores = self._scorer.score(packs, timer)
@@ -115,8 +114,9 @@ class StepTrainer:
             "optimizer_steps": float(len(norms)),
         }
 
-    def _pack(self, samples: Sequence[Sample], advantages: Mapping[str, float]) -> Pack:
-        return self._replay.equip(make_pack(samples, advantages, self._packing, self._device), samples)
+    def _pack(self, samples: Sequence[Sample], advantages: Mapping[str, float], step: OptimizerStepPlan) -> Pack:
+        pack = make_pack(samples, advantages, step.loss_weights, self._packing, self._device)
+        return self._replay.equip(pack, samples)
 
     def returns(self, work: list[list[Work]]) -> dict[str, np.ndarray]:
         """What the critic is to be trained on, of this rank's samples; empty without one."""

@@ -9,7 +9,6 @@ import torch
 
 from services.trainer.core.algorithms.kl import kl_estimate
 from services.trainer.core.algorithms.policy_losses import PolicyLossSettings, policy_terms
-from services.trainer.core.losses import token_weights
 
 SETTINGS = PolicyLossSettings(eps_low=0.2, eps_high=0.3)
 
@@ -60,9 +59,3 @@ def test_kl_estimates() -> None:
     assert far.item() == 10
     with pytest.raises(ValueError, match="one of k1, k2, k3, low_var_kl"):
         kl_estimate(current, reference, "k4")
-
-
-def test_every_sample_counts_the_same_or_every_token() -> None:
-    assert token_weights([2, 0, 4], per_token=False).tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
-    assert token_weights([2, 0, 1], per_token=True).tolist() == [1, 1, 1]
-    assert token_weights([], per_token=True).shape == (0,)
