@@ -25,8 +25,8 @@ from services.common.records import Sample
 from services.common.run_spec import RunSpec
 from services.trainer.core.schedule import OptimizerStepPlan, StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
-from services.trainer.ranks.distillation import make_distillation
 from services.trainer.ranks.by_sample import by_sample, of_pack
+from services.trainer.ranks.distillation import make_distillation
 from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.nonfinite import check_finite
 from services.trainer.ranks.objective import Objective, Work
