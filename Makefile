@@ -11,6 +11,8 @@ BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_FLAGS)
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
+# Tests of processes that wait for each other: one at a time. What is not listed runs on two cores at once.
+TIMED := tests/contract/engine tests/contract/rollout_v1 tests/integration
 
 .PHONY: setup demo test faults soak lint fmt proto up down
 .DEFAULT_GOAL := demo
@@ -33,7 +35,8 @@ demo: $(READY) ## a small model learns arithmetic: SFT, then GRPO (SEED=1, ENGIN
 	@$(BIN)/python -m examples.first_run --seed $(SEED) --engines $(ENGINES)
 
 test: $(READY) ## the default suite: no GPU, no network
-	@$(BIN)/python -m pytest -q --ignore tests/faults
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TIMED:%=--ignore %) --ignore tests/faults
+	@$(BIN)/python -m pytest -q $(TIMED)
 
 faults: $(READY) ## processes killed, links cut and disks filled at every named moment
 	@$(BIN)/python -m pytest -q tests/faults
