@@ -15,6 +15,12 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 def check_model(spec: RunSpec) -> None:
     """Checks hf_checkpoint, ref_load, load and the tensor parallel sizes. Raises SettingsError."""
     config = check_checkpoint(spec.rollout.hf_checkpoint, "hf_checkpoint", tokenizer=True)
+    for key in ("use_routing_replay", "use_rollout_routing_replay"):
+        if getattr(spec.trainer, key) and not (_text(config, "num_local_experts") or _text(config, "num_experts")):
+            raise SettingsError(
+                f"{key}: the model in hf_checkpoint {spec.rollout.hf_checkpoint} has no experts (config.json), so there"
+                " is no routing to replay; leave it out."
+            )
     if spec.trainer.ref_load:
         check_checkpoint(spec.trainer.ref_load, "ref_load", tokenizer=False)
     if spec.trainer.use_opd:

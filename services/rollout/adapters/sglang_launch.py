@@ -189,7 +189,18 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recording_arguments(spec: LaunchSpec) -> dict[str, Any]:
-    """What an engine needs to tell where tokens were routed, and among which the sampler chose."""
+    """What an engine needs to tell where tokens were routed, and among which the sampler chose.
+
+    Raises FAILED_PRECONDITION/ENGINE_UNSUITABLE for a release that cannot."""
+    version = installed_version("sglang")
+    if spec.record.kept and not release_of(version).sampling_masks:
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            "ENGINE_UNSUITABLE",
+            f"use_top_p_replay needs an engine that says which tokens top-p left, SGLang from 0.5.19 on, and this node"
+            f" has {version}: install a newer release, or leave it out.",
+            version=version,
+        )
     arguments: dict[str, Any] = {"enable_return_routed_experts": True} if spec.record.experts else {}
     if spec.record.kept:
         # A place where all tokens are left is told as well; a request that exceeds this is ended by the engine.

@@ -27,6 +27,8 @@ class Release:
     """A completion says which version made which token; without: the version at its end only."""
     flushes_retracted: bool
     """The prefix cache can go while retracted requests wait; without: the client ends those requests first."""
+    sampling_masks: bool
+    """A completion can say which tokens top-p and top-k left to the sampler."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Algorithm of `weights_checker` by device; it fails on others."""
 
@@ -38,6 +40,7 @@ RELEASES = (
         brackets_updates=False,
         version_spans=False,
         flushes_retracted=False,
+        sampling_masks=False,
         checksums={"cuda": TILED_CHECKSUM_ALGORITHM},
     ),
     Release(
@@ -46,6 +49,7 @@ RELEASES = (
         brackets_updates=True,
         version_spans=True,
         flushes_retracted=False,
+        sampling_masks=True,
         checksums={"cuda": TILED_CHECKSUM_ALGORITHM},
     ),
     Release(
@@ -54,6 +58,7 @@ RELEASES = (
         brackets_updates=True,
         version_spans=True,
         flushes_retracted=True,
+        sampling_masks=True,
         checksums={"cpu": CHECKSUM_ALGORITHM, "cuda": TILED_CHECKSUM_ALGORITHM},
     ),
 )

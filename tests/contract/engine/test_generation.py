@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from services.common.errors import Code, ServiceError
 from services.common.records import SamplingParams
-from services.rollout.core.engine_port import GenerationRequest
+from services.rollout.core.completion import GenerationRequest, Recording
 from tests.support.engine import EOS_ID, VOCAB_SIZE
 
 SECONDS = 30.0
@@ -193,3 +194,22 @@ def reference_model(checkpoint):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+async def test_kept_tokens_are_told_with_log_probs_over_them(engine, engine_process):
+    """Where top_p cuts, each token comes with those it was chosen from, and its log-prob is of these alone."""
+    asked = replace(request(count=2, top_p=0.5, top_k=VOCAB_SIZE), record=Recording(kept=True))
+    if not engine_process.release.sampling_masks:
+        with pytest.raises(ServiceError, match="returned no sampling mask"):
+            await engine.generate(asked, SECONDS)
+        return
+    for generation in await engine.generate(asked, SECONDS):
+        kept, length = generation.kept, len(generation.output_ids)
+        assert len(kept.counts) == length
+        assert kept.counts.sum() == len(kept.ids)
+        for ids, token, log_prob in zip(
+            np.split(kept.ids, kept.counts.cumsum()[:-1]), generation.output_ids, generation.log_probs, strict=True
+        ):
+            assert token in ids
+            assert len(set(ids.tolist())) == len(ids) < VOCAB_SIZE
+            assert (log_prob == 0) if len(ids) == 1 else (log_prob < 0)
