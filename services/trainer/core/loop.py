@@ -22,6 +22,7 @@ from pathlib import Path
 from services.common.errors import Code, ServiceError
 from services.common.run_spec import RunSpec
 from services.common.telemetry import get_logger
+from services.trainer.core.algorithms.estimators import estimator
 from services.trainer.core.batches import NodeDeltas, StepInputs, schedule_settings, step_inputs, train_metrics
 from services.trainer.core.commands import ExportHf, Setup, SetupResult, TrainResult, TrainStep
 from services.trainer.core.engines import OpenStore, make_fleet
@@ -134,6 +135,7 @@ class TrainingLoop:
 
     async def _load(self) -> None:
         self._progress.enter(Phase.LOADING)
+        estimator(self._spec.trainer)  # a function that cannot be imported ends the run before anything is started
         setup = Setup(self._session.run.spec_json, self._settings.device)
         async with self.ranks_lock:
             await self._ports.ranks.start()
@@ -199,8 +201,7 @@ class TrainingLoop:
             with self._clock.part("save_samples"):
                 await keep_samples(ports.buffer, self._run_id, template, step, batch)
         with self._clock.part("plan"):
-            assert self._setup
-            inputs = step_inputs(batch, self._spec, schedule_settings(self._spec, self._setup.data_parallel_size))
+            inputs = await self._plan(batch)
         metrics = dict(inputs.metrics)
         if self._rollout_only:
             metrics["total_tokens"] = float(sum(sample.length for sample in batch.samples))
@@ -223,6 +224,13 @@ class TrainingLoop:
             with self._clock.part("eval"):
                 await self._evaluate()
         await self._report(step, metrics)
+
+    async def _plan(self, batch: Batch) -> StepInputs:
+        assert self._setup
+        shape = schedule_settings(self._spec, self._setup.data_parallel_size)
+        if self._spec.trainer.custom_advantage_function_path:
+            return await asyncio.to_thread(step_inputs, batch, self._spec, shape)  # nobody knows how long it takes
+        return step_inputs(batch, self._spec, shape)
 
     async def _take_batch(self, step: int) -> Batch:
         self._progress.enter(Phase.WAITING_FOR_GROUPS)
