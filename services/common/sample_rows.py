@@ -42,4 +42,14 @@ def sample_rows(answer: buffer_pb.GetGroupResponse, run_id: str, step: int) -> I
             "loss_mask": to_numpy(sample.loss_mask).tolist() if sample.loss_mask.data else [],
             "log_probs": to_numpy(sample.log_probs).tolist() if sample.log_probs.data else [],
             "versions": [[span.version, span.start, span.end] for span in sample.versions],
+            "teacher": _teacher(sample) if sample.HasField("teacher_log_probs") else None,
         }
+
+
+def _teacher(sample: sample_pb2.Sample) -> dict[str, Any]:
+    top = sample.HasField("teacher_top_ids")
+    return {
+        "log_probs": to_numpy(sample.teacher_log_probs).tolist(),
+        "top_ids": to_numpy(sample.teacher_top_ids).tolist() if top else [],
+        "top_log_probs": to_numpy(sample.teacher_top_log_probs).tolist() if top else [],
+    }

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import invalid_field
-from services.common.records import Group, Prompt, Sample, SampleStatus
+from services.common.records import Group, Prompt, Sample, SampleStatus, TeacherLogProbs
 from services.common.sample_file import STEP
 from services.rollout.core.run_settings import RunSettings
 
@@ -85,6 +85,15 @@ class ReplayMaker:
         return Group(prompt.group_id, prompt.ordinal, tuple(_sample(row, prompt, i) for i, row in enumerate(rows)))
 
 
+def _teacher(row: Mapping[str, Any]) -> TeacherLogProbs:
+    sampled, top = np.asarray(row["log_probs"], np.float32), (len(row["log_probs"]), -1 if row["top_ids"] else 0)
+    return TeacherLogProbs(
+        sampled,
+        np.asarray(row["top_ids"], np.int32).reshape(top),
+        np.asarray(row["top_log_probs"], np.float32).reshape(top),
+    )
+
+
 def _sample(row: Mapping[str, Any], prompt: Prompt, index: int) -> Sample:
     return Sample(
         sample_id=f"{prompt.group_id}-{index}",
@@ -99,5 +108,6 @@ def _sample(row: Mapping[str, Any], prompt: Prompt, index: int) -> Sample:
         reward=row["reward"],
         unscored_reason=row["unscored_reason"],
         metadata_json=json.dumps({"replayed": row["group_id"]}),
+        teacher=_teacher(row["teacher"]) if row.get("teacher") else None,
         rollout_index=row.get("rollout_index"),
     )

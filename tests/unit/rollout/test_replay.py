@@ -51,6 +51,19 @@ async def test_groups_come_in_turn_under_the_names_of_the_run(tmp_path):
     assert (first.status, first.versions) == (SampleStatus.TRUNCATED, ())
 
 
+async def test_a_teachers_log_probs_come_along(tmp_path):
+    write(tmp_path / "step.jsonl", groups=1)
+    rows = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
+    rows[0]["teacher"] = {"log_probs": [-1, -2], "top_ids": [[7], [8]], "top_log_probs": [[-0.5], [-0.25]]}
+    rows[1]["teacher"] = {"log_probs": [-3, -4], "top_ids": [], "top_log_probs": []}
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = (await ReplayMaker(run(tmp_path / "step.jsonl")).make(prompt(0))).samples
+    assert not first.problem()
+    assert not second.problem()
+    assert (first.teacher.top_ids.tolist(), first.teacher.top.tolist()) == ([[7], [8]], [[-0.5], [-0.25]])
+    assert (second.teacher.sampled.tolist(), second.teacher.top.shape) == ([-3.0, -4.0], (2, 0))
+
+
 async def test_every_step_may_have_a_file_of_its_own(tmp_path):
     for step in range(2):
         write(tmp_path / f"{step}.jsonl", groups=2, first=10 * step)
