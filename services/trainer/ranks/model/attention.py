@@ -50,7 +50,7 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32, device=torch.cuda.current_device())
         # A plain attribute: buffers of a half-precision model would be rounded with it.
-        self._inverse_frequencies = frequencies
+        self._inverse_frequencies, self._frequencies = frequencies, tuple(inverse_frequencies)
 
     def forward(
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
@@ -58,7 +58,7 @@ class PackedAttention(MegatronModule):
         """See the class; masks are ignored: attention is causal by segment."""
         if not isinstance(packed_seq_params, PackLayout):
             raise TypeError("packed attention needs a PackLayout as packed_seq_params")
-        rotation = packed_seq_params.rotation(self._inverse_frequencies)
+        rotation = packed_seq_params.rotation(self._frequencies, self._inverse_frequencies)
         query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
         if packed_seq_params.cut.size > 1:
             key, value = gather_keys_values(key, value)

@@ -104,7 +104,7 @@ class PackLayout(PackedSeqParams):
         self.positions = to_device(torch.from_numpy(positions), device)
         self._chunks: tuple[Chunk, ...] | None = None
         self._batches: tuple[tuple[SegmentBatch, ...], tuple[Continued, ...], torch.Tensor] | None = None
-        self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rotations: dict[tuple[float, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _share_rows(self, rows: torch.Tensor | None) -> None:
         wanted = np.arange(self._starts[-1]) if rows is None else rows.cpu().numpy()
@@ -127,13 +127,13 @@ class PackLayout(PackedSeqParams):
         Collective over the context-parallel ranks."""
         return GatherRows.apply(self._mine, self._back, self._most, *values) if self.cut.size > 1 else values
 
-    def rotation(self, inverse_frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of the rotary angles, each float32 [own, 1, head_dim / 2]; the first call decides for all
-        layers."""
-        if self._rotation is None:
+    def rotation(self, key: tuple[float, ...], inverse_frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotary angles, each float32 [own, 1, head_dim / 2], computed once for all layers of
+        all models with these frequencies. `key`: the same numbers on the host."""
+        if key not in self._rotations:
             angles = (self.positions.float()[:, None] * inverse_frequencies)[:, None]
-            self._rotation = angles.cos(), angles.sin()
-        return self._rotation
+            self._rotations[key] = angles.cos(), angles.sin()
+        return self._rotations[key]
 
     def _pieces(self) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
         """For every chunk of this rank: its first place among the rank's tokens, and where each piece of a segment in
