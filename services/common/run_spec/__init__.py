@@ -121,6 +121,8 @@ class RunSpec(StrictModel):
         temperature, kept = rollout.rollout_temperature, trainer.use_top_p_replay
         if problem := trainer.opd_problem(trainer.loss_type, temperature, top_p_replay=kept):
             raise ValueError(problem)
+        if problem := trainer.critic_problem(rollout.num_rollout):
+            raise ValueError(problem)
         if trainer.save_interval and not trainer.save:
             raise ValueError(f"save_interval {trainer.save_interval} needs save, the directory of checkpoints")
         if rollout.eval_interval and not self.data.eval_prompt_data:

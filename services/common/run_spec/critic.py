@@ -42,6 +42,16 @@ class CriticSettings(AlgorithmSettings):
                 )
         return self
 
+    def critic_problem(self, num_rollout: int) -> str:
+        """What is wrong with a warm-up in a run of `num_rollout` steps, or an empty string."""
+        only = self.num_critic_only_steps
+        if only < num_rollout:
+            return ""
+        return (
+            f"num_critic_only_steps {only} leaves none of the num_rollout {num_rollout} steps to the actor, which would"
+            " never be trained; lower it"
+        )
+
     def critic_layout(self, actor: tuple[int, int, int]) -> tuple[int, int, int]:
         """Ranks of the critic, its tensor-parallel and its context-parallel size, beside those of the actor.
 

@@ -55,3 +55,8 @@ def test_the_critics_run_has_its_own_layout_weights_and_rate(tmp_path):
 
 def test_a_run_without_a_critic_has_no_ranks_for_it():
     assert TrainerSettings().critic_world_size == 0
+
+
+def test_a_run_that_would_never_train_its_actor_is_refused(tmp_path):
+    with pytest.raises(ValidationError, match="num_critic_only_steps 4 leaves none of the num_rollout 4 steps"):
+        make_spec(tmp_path, steps=4, trainer={"advantage_estimator": "ppo", "num_critic_only_steps": 4})
