@@ -15,7 +15,7 @@ VALUE_SUMS = ("tokens", "returns", "returns_square", "errors", "errors_square")
 def value_terms(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """max((V_clip − R)², (V − R)²) with V_clip = V_old + clamp(V − V_old, ±clip); without a clip (V − R)².
+    """max((V_clip − R)², (V − R)²) with V_clip = V within V_old ± clip; without a clip (V − R)².
 
     Formula: Schulman et al., PPO (2017), L^VF of eq. 9, without a factor ½; clip: as written down by Engstrom et al.,
     Implementation Matters in Deep Policy Gradients (2020), §2.
@@ -31,7 +31,8 @@ def value_terms(
     free = (values - returns).square()
     if clip is None:
         return free, torch.zeros_like(free)
-    bound = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    # Bounds around the old value: within them V itself is left, to the last bit, and counts as not clipped.
+    bound = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(free, bound), (bound > free).to(free.dtype)
 
 
