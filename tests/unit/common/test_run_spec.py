@@ -58,6 +58,11 @@ def test_every_key_is_documented(group: str) -> None:
         ("reward", {"rm_type": "custom"}, "needs custom_rm_path"),
         ("trainer", {"kl_loss_coef": 0.1}, "without use_kl_loss"),
         ("trainer", {"tensor_model_parallel_size": 2}, "does not divide the 1 ranks"),
+        (
+            "trainer",
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "tensor_model_parallel_size 2 × context_parallel_size 2 does not divide the 2 ranks",
+        ),
         ("trainer", {"save_interval": 2}, "needs save"),
         ("trainer", {"actor_num_nodes": 2}, "places its ranks on one host"),
         ("trainer", {"update_weight_mode": "delta"}, "needs update_weight_transport disk"),
