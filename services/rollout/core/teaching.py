@@ -58,7 +58,7 @@ class TaughtMaker:
         return replace(sample, teacher=await self._ask(sample))
 
     def _has(self, teacher: TeacherLogProbs | None) -> bool:
-        return teacher is not None and teacher.top.shape[1] == self.settings.top_k
+        return teacher is not None and teacher.top.shape[1] >= self.settings.top_k
 
     async def _ask(self, sample: Sample) -> TeacherLogProbs:
         """The teacher's answer, asked for again while it is away."""
