@@ -35,6 +35,8 @@ from services.trainer.core.ports import RanksFailed
 log = get_logger(__name__)
 
 _STOP_SECONDS = 5.0
+_STACKS_SECONDS = 1.0
+"""For a rank that does not answer to write what its threads are at."""
 _TAIL_LINES = 40
 
 
@@ -219,6 +221,7 @@ class LocalRanks:
             answer = await asyncio.wait_for(asking, timeout)
         except TimeoutError:
             self._processes[rank].signal(signal.SIGUSR1)  # it writes its threads' stacks into its log
+            await asyncio.sleep(_STACKS_SECONDS)
             raise self._fail(rank, f"did not answer {name} within {timeout:.0f} s") from None
         except (EOFError, OSError):
             with contextlib.suppress(TimeoutError):  # its exit status says more than the closed connection
