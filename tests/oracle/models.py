@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = ("qwen3", "qwen3_tied", "qwen2", "llama", "llama31", "qwen3_moe")
 VOCAB_SIZE = 131  # not divisible by two: with tensor parallelism the embedding is padded
 
 
-def write_models(root: Path) -> None:
+def write_models(root: Path, names: Sequence[str] = NAMES) -> None:
     """Writes root/<name> for every name; norms and biases are randomised, else swapped ones would go unnoticed."""
     import torch
     import transformers as hf
@@ -53,6 +54,8 @@ def write_models(root: Path) -> None:
         ),
     }
     for seed, name in enumerate(NAMES):
+        if name not in names:
+            continue
         torch.manual_seed(seed)
         model = hf.AutoModelForCausalLM.from_config(configs[name], dtype=torch.float32)
         for parameter_name, parameter in model.named_parameters():
