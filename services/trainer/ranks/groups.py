@@ -207,10 +207,10 @@ class WeightGroups:
     def _end(self, group: _Group) -> None:
         """Ends a group's communicator on a thread: an abort may wait for the device."""
         group.left.set()
-        made, group.process_group = group.process_group, None
-        if made is not None:
-            box, nccl = [made], group.stream is not None
-            threading.Thread(target=self._destroy, args=(box, nccl), daemon=True).start()
+        # Not in a variable of this thread: if the other one were faster, the last reference would die here, and wait.
+        box, group.process_group = [group.process_group], None
+        if box[0] is not None:
+            threading.Thread(target=self._destroy, args=(box, group.stream is not None), daemon=True).start()
 
     def _destroy(self, box: list[dist.ProcessGroup], nccl: bool) -> None:
         made = box.pop()  # the last reference dies on this thread: its destructor may wait for a peer
