@@ -69,6 +69,11 @@ class DistillationSettings(StrictModel):
                 f"opd_top_k {self.opd_top_k} with use_top_p_replay: the policy's log-probs are over the tokens that"
                 " top-p left, the teacher's over all; leave one of them out"
             )
+        if self.opd_type == "sglang" and top_p_replay:
+            return (
+                "opd_type sglang with use_top_p_replay: an engine gives log-probs over all tokens, the policy's are"
+                " over those that top-p left; use opd_type megatron, or leave one of them out"
+            )
         if self.opd_type == "sglang" and temperature != 1:
             return (
                 f"rollout_temperature {temperature} with opd_type sglang: an engine gives log-probs of given tokens at"
