@@ -23,7 +23,8 @@ class RolloutSettings(StrictModel):
     rollout_batch_size: int = Field(ge=1)
     """Prompts (groups) of a step."""
     n_samples_per_prompt: int = Field(default=1, ge=1)
-    """Samples of a group."""
+    """Samples of a group (rollouts, where a generate function returns several samples of one). With remax the first is
+    decoded greedily, compared with, and not trained."""
     rollout_max_response_len: int = Field(default=256, ge=1)
     """Longest response in tokens."""
     rollout_max_context_len: int | None = Field(default=None, ge=2)

@@ -33,6 +33,13 @@ def test_steps_that_do_not_divide_the_samples_are_named() -> None:
     assert "= 8 samples, which num_steps_per_rollout 3 does not divide" in message
 
 
+@pytest.mark.parametrize("estimator", ["remax", "rloo"])
+def test_estimators_that_compare_need_something_to_compare_with(estimator: str) -> None:
+    lonely = {"rollout": ROLLOUT | {"n_samples_per_prompt": 1}, "trainer": {"advantage_estimator": estimator}}
+    assert "set n_samples_per_prompt to 2 or more" in refuse(lonely)
+    assert RunSpec.model_validate(lonely | {"rollout": ROLLOUT}).trainer.advantage_estimator == estimator
+
+
 def test_misspelt_key_is_named_before_the_missing_one() -> None:
     rollout = {("rollout_batch_siz" if k == "rollout_batch_size" else k): v for k, v in ROLLOUT.items()}
     assert "rollout_batch_siz" in refuse({"rollout": rollout})

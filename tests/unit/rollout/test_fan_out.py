@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.errors import ServiceError
+from services.common.run_spec import RunSpec
+from services.rollout.convert import run_settings
 from services.rollout.core.completer import Completer
 from services.rollout.core.counters import Counters
 from services.rollout.core.generate import Unfinished, make_generator
+from services.rollout.core.ports import ActiveRun
 from services.rollout.core.replay import ReplayMaker
 from services.rollout.core.samples import build_sample
 from tests.unit.rollout.parts import SAMPLING, Chars, ScriptedRouter, make_prompt, make_run, piece, serving_fleet
@@ -97,6 +100,17 @@ async def test_the_first_rollout_is_decoded_greedily():
     assert len(made) == 3
     asked = [(request.sampling.temperature, request.sample_count) for request in completer.fleet.router.requests]
     assert asked == [(0.0, 1), (SAMPLING.temperature, 2)]
+
+
+@pytest.mark.parametrize(("estimator", "greedy"), [("remax", True), ("grpo", False)])
+def test_nodes_are_told_by_the_estimator(estimator: str, greedy: bool) -> None:
+    spec = RunSpec.model_validate(
+        {
+            "rollout": {"hf_checkpoint": "m", "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2},
+            "trainer": {"advantage_estimator": estimator},
+        }
+    )
+    assert run_settings(ActiveRun("r", spec.model_dump_json())).greedy_first is greedy
 
 
 async def test_a_function_of_the_user_is_told_to_decode_greedily(generator_of):
