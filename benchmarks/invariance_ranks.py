@@ -159,13 +159,13 @@ class Measured:
     """The trainer of one algorithm and layout, whose update keeps the gradients."""
 
     def __init__(self, spec: RunSpec) -> None:
-        from services.trainer.ranks.policy import build_policy, build_reference
+        from services.trainer.ranks.policy import add_companions, build_policy
         from services.trainer.ranks.train import StepTrainer
 
         device = torch.device("cpu")
         self.spec, self.policy = spec, build_policy(spec, device)
-        reference = build_reference(spec, device) if spec.trainer.needs_reference else None
-        self.trainer = StepTrainer(spec, self.policy, reference, device)
+        add_companions(spec, self.policy, device)
+        self.trainer = StepTrainer(spec, self.policy, device)
         self.gradients: dict[str, torch.Tensor] = {}
         self.policy.update = self._keep
 

@@ -17,7 +17,7 @@ import torch
 
 from services.common.records import Sample, SampleStatus
 from services.common.run_spec import RunSpec
-from services.trainer.core.algorithms.estimators import ScoredSample, group_advantages
+from services.trainer.core.algorithms.estimators import ScoredSample, advantages_of
 from services.trainer.core.batches import schedule_settings
 from services.trainer.core.schedule import SampleSize, plan_step
 from services.trainer.ranks import runtime
@@ -77,28 +77,33 @@ class Trainee:
     def __init__(self, spec: RunSpec, device: str = "cpu") -> None:
         from megatron.core import parallel_state
 
-        from services.trainer.ranks.policy import build_policy, build_reference
+        from services.trainer.ranks.policy import add_companions, build_policy
         from services.trainer.ranks.train import StepTrainer
 
         self.device = torch.device(device)
         self.spec = spec
         self.policy = build_policy(spec, self.device)
-        reference = build_reference(spec, self.device) if spec.trainer.use_kl_loss else None
-        self.trainer = StepTrainer(spec, self.policy, reference, self.device)
+        add_companions(spec, self.policy, self.device)
+        self.trainer = StepTrainer(spec, self.policy, self.device)
         self.ranks = parallel_state.get_data_parallel_world_size()
+        self.done = 0
 
-    def step(self, seed: int) -> dict[str, float]:
-        """One step on the batch of a seed; its metrics."""
+    def step(self, batch: int | dict[str, Sample]) -> dict[str, float]:
+        """One step on a batch, or on the batch of a seed; its metrics."""
         from services.trainer.ranks.timing import PartTimer
 
-        samples = random_samples(seed)
+        samples = random_samples(batch) if isinstance(batch, int) else batch
         sizes = [
             SampleSize(s.sample_id, len(s.tokens), int(s.loss_mask.sum()) if s.reward is not None else 0)
             for s in samples.values()
         ]
         settings = schedule_settings(self.spec, self.ranks)
-        advantages = group_advantages([ScoredSample(s.sample_id, s.group_id, s.reward) for s in samples.values()])
-        return self.trainer.train(samples, plan_step(sizes, settings), advantages, PartTimer())
+        scored = [ScoredSample(s.sample_id, s.group_id, s.reward) for s in samples.values()]
+        advantages = advantages_of(scored, self.spec.trainer)
+        metrics = self.trainer.train(samples, plan_step(sizes, settings), advantages, PartTimer())
+        self.done += 1
+        self.policy.beside.end_step(self.policy.model, self.done)
+        return metrics
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Full tensors by Hugging Face name (tensor-parallel rank 0)."""

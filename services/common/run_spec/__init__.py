@@ -20,6 +20,7 @@ from services.common.run_spec.data import DataSettings, PromptSet
 from services.common.run_spec.replay import replay_problem
 from services.common.run_spec.reward import GRADERS, RewardSettings
 from services.common.run_spec.rollout import RolloutSettings
+from services.common.run_spec.rules import broken, run_rules
 from services.common.run_spec.trainer import TrainerSettings
 from services.common.sample_file import step_path
 from services.common.settings import StrictModel
@@ -200,6 +201,12 @@ class RunSpec(StrictModel):
                     f"data set {part.name} of prompt_data_mixture has rm_type custom; set custom_rm_path, the import"
                     " path of the reward function"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_algorithm(self) -> RunSpec:
+        if sentence := broken(run_rules(self.trainer, self.rollout, engineless=self.engineless)):
+            raise ValueError(sentence)
         return self
 
     @property

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.run_spec.rules import WHITENED, algorithm_rules, broken
 from services.common.settings import StrictModel
 
 ADVANTAGE_ESTIMATORS = (
@@ -41,7 +42,8 @@ class AlgorithmSettings(StrictModel):
     disable_rewards_normalization: bool = False
     """Take rewards as they are, without the group's mean."""
     normalize_advantages: bool = False
-    """Whiten advantages over all trained tokens of a step."""
+    """Whiten advantages over all trained tokens of a step; on by itself with reinforce_plus_plus and
+    reinforce_plus_plus_baseline."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of token rewards (ppo, reinforce_plus_plus)."""
     lambd: float = Field(default=1.0, ge=0, le=1)
@@ -134,6 +136,8 @@ class AlgorithmSettings(StrictModel):
         for path, (key, value) in implied.items():
             if data.get(path) and key not in data:
                 data = {**data, key: value}
+        if data.get("advantage_estimator") in WHITENED and data.get("loss_type") != "sft_loss":
+            data = {"normalize_advantages": True, **data}
         return data
 
     @field_validator("advantage_estimator")
@@ -155,12 +159,12 @@ class AlgorithmSettings(StrictModel):
     @property
     def needs_critic(self) -> bool:
         """Values are learned."""
-        return self.loss_type == "policy_loss" and self.advantage_estimator == "ppo"
+        return self.loss_type != "sft_loss" and self.advantage_estimator == "ppo"
 
     @property
     def needs_greedy_sample(self) -> bool:
         """The first rollout of every group is decoded greedily, is compared with, and is not trained (remax)."""
-        return self.loss_type == "policy_loss" and self.advantage_estimator == "remax"
+        return self.loss_type != "sft_loss" and self.advantage_estimator == "remax"
 
     @property
     def needs_reference(self) -> bool:
@@ -174,28 +178,6 @@ class AlgorithmSettings(StrictModel):
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> Self:
-        for wrong, sentence in self._conflicts():
-            if wrong:
-                raise ValueError(sentence)
+        if sentence := broken(algorithm_rules(self)):
+            raise ValueError(sentence)
         return self
-
-    def _conflicts(self) -> list[tuple[bool, str]]:
-        """Pairs of whether a rule is broken and what to say then. The list is the documentation of the rules."""
-        name = self.advantage_estimator
-        return [
-            (
-                (self.loss_type == "custom_loss") != (self.custom_loss_function_path is not None),
-                f"loss_type {self.loss_type} with custom_loss_function_path {self.custom_loss_function_path!r}:"
-                " custom_loss needs the import path of a function, and only custom_loss uses one",
-            ),
-            (
-                (name == "custom") != (self.custom_advantage_function_path is not None),
-                f"advantage_estimator {name} with custom_advantage_function_path"
-                f" {self.custom_advantage_function_path!r}: custom needs the import path of a function, and only"
-                " custom uses one",
-            ),
-            (
-                bool(self.kl_loss_coef) and not self.use_kl_loss,
-                f"kl_loss_coef {self.kl_loss_coef} has no effect without use_kl_loss; set it too",
-            ),
-        ]

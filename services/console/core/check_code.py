@@ -27,6 +27,9 @@ def check_code(spec: RunSpec) -> None:
         "dynamic_sampling_filter_path": sampling_filter,
         "buffer_filter_path": spec.data.buffer_filter_path,
         "stale_policy_path": spec.trainer.stale_policy_path,
+        "custom_loss_function_path": spec.trainer.custom_loss_function_path,
+        "custom_advantage_function_path": spec.trainer.custom_advantage_function_path,
+        "custom_tis_function_path": spec.trainer.custom_tis_function_path,
     }
     for key, path in paths.items():
         if path:

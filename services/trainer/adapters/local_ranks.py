@@ -230,7 +230,7 @@ class LocalRanks:
         if isinstance(answer, Failure):
             log.error(f"{self._name} failed", rank=rank, command=name, error=answer.error, traceback=answer.traceback)
             said = answer.error.removeprefix(f"Rank {rank} failed in {name}: ")
-            raise self._fail(rank, f"failed in {name}: {said}", answered=True)
+            raise self._fail(rank, f"failed in {name}: {said}", cause=answer.reason)
         assert isinstance(answer, Result)
         return answer.value
 
@@ -242,13 +242,13 @@ class LocalRanks:
         if not target.asking.done():
             raise self._fail(rank, "did not answer a command that was given up")
 
-    def _fail(self, rank: int, what: str, *, answered: bool = False) -> RanksFailed:
-        """Remembers and returns the first failure."""
+    def _fail(self, rank: int, what: str, *, cause: str = "") -> RanksFailed:
+        """Remembers and returns the first failure; `cause`: the reason that the rank itself gave."""
         if self._failure is None:
             tail = [line for line in self._processes[rank].tail(_TAIL_LINES) if line.strip()] if self._processes else []
-            said = f"; its last line: {tail[-1][:500]}" if tail and not answered else ""
+            said = f"; its last line: {tail[-1][:500]}" if tail and not cause else ""
             text = f"{self._name.capitalize()} {rank} {what.rstrip('.')}{said} (log {self._log(rank)})."
-            self._failure = RanksFailed(rank, text, answered=answered)
+            self._failure = RanksFailed(rank, text, answered=bool(cause), cause=cause)
             self._failed.set()
         return self._failure
 

@@ -27,6 +27,8 @@ from services.trainer.core.settings import LoopSettings
 
 log = get_logger(__name__)
 
+_HOPELESS = ("LOSS_NOT_FINITE", "GRADIENT_NOT_FINITE", "CUSTOM_LOSS_FAILED", "CUSTOM_CORRECTION_FAILED")
+"""Reasons of a rank after which the steps since the checkpoint would only be trained again to the same end."""
 MAX_FAILURES = 3
 """Failures in a row without a step in between after which a run is given up."""
 
@@ -275,6 +277,8 @@ class TrainerController:
 def _remedy(error: ServiceError) -> tuple[str, str]:
     """(what happened, what is done about it) for an error after which the run goes on; ("", "") for others."""
     if isinstance(error, RanksFailed):
+        if error.cause in _HOPELESS:
+            return "", ""
         return "the ranks failed", "the ranks start anew from the last checkpoint"
     if error.reason == "STEP_OUT_OF_ORDER":
         # Steps of ours that the store has acknowledged are gone from it: it lost power.

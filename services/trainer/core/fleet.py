@@ -140,7 +140,7 @@ class EngineFleet:
             await self._stop_late_joiners()
             self._version = 0  # nobody joins at what is staged from here on before it is published
             async with self._lock:
-                staged = await self._updater.stage()
+                staged = await self._updater.stage(version)
             report = await self._push_until_one_has_it(version, step, check)
             pushed = time.monotonic()
             await reach_async("trainer.after_commit")

@@ -15,13 +15,15 @@ from services.trainer.core.records import Batch, EngineView, EvalResult, GroupCo
 class RanksFailed(ServiceError):
     """A rank died, did not answer in time or reported an error: the world must be started anew.
 
-    `answered` is True when the rank itself reported it, so that the same input would fail again.
+    `answered` is True when the rank itself reported it, so that the same input would fail again; `cause` is then the
+    reason that it gave.
     """
 
-    def __init__(self, rank: int, message: str, *, answered: bool) -> None:
+    def __init__(self, rank: int, message: str, *, answered: bool, cause: str = "") -> None:
         super().__init__(Code.INTERNAL, "RANKS_FAILED", message, rank=rank)
         self.rank = rank
         self.answered = answered
+        self.cause = cause
 
 
 class Buffer(Protocol):

@@ -96,12 +96,13 @@ class WeightUpdater:
         """What the staged weights travel in; None before the first `stage`."""
         return self._plan
 
-    async def stage(self) -> float:
-        """Makes the ranks' present weights the ones that `push` sends; returns the seconds it took to begin. No `push`
-        may be under way."""
+    async def stage(self, version: int = 0) -> float:
+        """Makes the ranks' present weights the ones that `push` sends, as `version`; returns the seconds it took to
+        begin. No `push` may be under way."""
         began = time.monotonic()
         await self._files.settled()
-        plans = await self._ranks.call_all(StageWeights(self._settings.bucket_bytes), self._settings.stage_timeout)
+        command = StageWeights(self._settings.bucket_bytes, version)
+        plans = await self._ranks.call_all(command, self._settings.stage_timeout)
         self._plan = plans[0]
         self._checksums.clear()
         return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Trainer checkpoints: model, optimizer and counters in megatron's distributed format, independent of the layout.
+"""Trainer checkpoints: model, optimizer, companions and counters in megatron's format, independent of the layout.
 
 `directory`/step_NNNNNN is a checkpoint, `directory`/latest names the newest complete one. A checkpoint is written
 beside its place, renamed, and only then named in `latest`: whenever a process dies, `latest` names a complete one.
@@ -74,9 +74,10 @@ filesystem_async._results_queue = queue.Queue()
 torch_strategies.FileSystemWriterAsync = _InProcessWriter
 
 
-def _state(policy: Policy, *, loading: bool) -> dict:
+def _state(policy: Policy, reference_step: int, *, loading: bool) -> dict:
     model = policy.model.sharded_state_dict()
-    return {"model": model, "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading)}
+    state = {"model": model, "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading)}
+    return state | policy.beside.sharded_state(reference_step)
 
 
 def save_checkpoint(policy: Policy, directory: str | Path, step_count: int, *, with_critic: bool = False) -> Path:
@@ -106,7 +107,9 @@ def _critic_part(directory: str | Path, step_count: int) -> Path:
 
 def _write(policy: Policy, step_count: int, target: Path, critic: Path | None) -> None:
     scratch = target.parent / f".{target.name.lstrip('.')}.writing"
-    state = _state(policy, loading=False)
+    companions = policy.beside.numbers()
+    state = _state(policy, int(companions.get("reference_step", 0)), loading=False)
+    state["companions"] = companions
     state["counters"] = {"step_count": step_count, "optimizer_steps": policy.optimizer_steps}
     while not filesystem_async._results_queue.empty():  # of a save that failed
         filesystem_async._results_queue.get_nowait()
@@ -210,7 +213,7 @@ def load_checkpoint(policy: Policy, path: str | Path, *, new_run: bool = False) 
     """Restores model and optimizer from a checkpoint, or from the latest one in a directory. All ranks must call it.
 
     The optimizer keeps the settings it was built with. With `new_run` the policy counts its optimizer steps, and so the
-    schedule of learning rates, from 0.
+    schedule of learning rates, from 0; its companions stay what they are.
 
     Raises:
         ServiceError: CHECKPOINT_INVALID.
@@ -240,7 +243,10 @@ def load_critic(policy: Policy, path: str | Path, *, new_run: bool = False) -> C
 
 def _read(policy: Policy, target: Path, *, new_run: bool) -> Counters:
     try:
-        state = dist_checkpointing.load(_state(policy, loading=True), str(target))
+        common = {} if new_run else dist_checkpointing.load_common_state_dict(str(target))
+        companions = common.get("companions", {})
+        wanted = _state(policy, int(companions.get("reference_step", 0)), loading=True)
+        state = dist_checkpointing.load(wanted, str(target))
     except CheckpointException as error:
         raise ServiceError(
             Code.INTERNAL,
@@ -261,6 +267,7 @@ def _read(policy: Policy, target: Path, *, new_run: bool) -> Counters:
         _place_steps(policy.optimizer, group)
     counters = Counters(**state["counters"])
     policy.optimizer_steps = 0 if new_run else counters.optimizer_steps
+    policy.beside.restore(companions, state)
     return counters
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.run_spec import TrainerSettings
+from services.trainer.core.algorithms.corrections import Correction, mismatch_sums, opsm
 from services.trainer.core.algorithms.custom_loss import LossInputs, custom_loss
 from services.trainer.core.algorithms.estimators import estimator
 from services.trainer.core.algorithms.kl import kl_estimate, unbiased
@@ -28,19 +29,25 @@ from services.trainer.core.algorithms.policy_losses import (
     supervised_loss,
 )
 from services.trainer.ranks.batches import Pack
+from services.trainer.ranks.corrector import Corrector
 from services.trainer.ranks.scores import Scores
 from services.trainer.ranks.statistics import Collected
 from services.trainer.ranks.token_stage import TokenTargets
 
+CORRECTION, MISMATCH, BY_TOKEN = "correction ", "mismatch ", "token "
+"""Prefixes of sums: of formulas that have metrics of their own, and of those whose mean over tokens is told."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """A pack with all that its loss needs. `first`: of the step's first optimizer step."""
+    """A pack with all that its loss needs. `first`: of the step's first optimizer step; correction: made for the whole
+    step, or None where the loss makes its own."""
 
     pack: Pack
     scores: Scores
     targets: TokenTargets
     first: bool
+    correction: Correction | None = None
 
 
 def loss_settings(settings: TrainerSettings) -> PolicyLossSettings:
@@ -61,6 +68,7 @@ class Objective:
         self._supervised = settings.loss_type == "sft_loss"
         self._custom = custom_loss(settings)
         self._loss = loss_settings(settings)
+        self.corrector = Corrector(settings) if settings.corrects else None
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor, work: Work, kl_loss_coef: float
@@ -80,11 +88,7 @@ class Objective:
         begin = _begin(log_probs, work)
         old = self._old(begin, work)
         policy, objective = self._policy_loss(log_probs, entropy, old, work, collected)
-        if settings.use_decoupled_loss:
-            behaviour = work.pack.engine_log_probs if work.scores.kept is None else work.scores.kept
-            weights, dropped = decoupled(begin, behaviour, settings.behave_weight_cap)
-            collected.means |= {"behave_weight": weights, "behave_dropped_fraction": dropped}
-            objective = objective * weights
+        objective = self._weighted(objective, (begin, log_probs, old), work, collected)
         collected.means |= {"pg_loss": objective, "ppo_kl": policy.log_ratio, "pg_clipfrac": policy.clipped}
         loss = objective
         if settings.entropy_coef:
@@ -99,6 +103,32 @@ class Objective:
         _collect(collected, policy, work)
         _compare(collected, _generating(begin, work), work.pack)
         return loss, collected
+
+    def _weighted(
+        self,
+        objective: torch.Tensor,
+        log_probs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        work: Work,
+        collected: Collected,
+    ) -> torch.Tensor:
+        """The objective times what the run corrects it by. log_probs: of begin, of the current policy, of old."""
+        settings, pack, advantages = self._settings, work.pack, work.targets.advantages
+        begin, current, old = log_probs
+        if settings.use_decoupled_loss:
+            behaviour = pack.engine_log_probs if work.scores.kept is None else work.scores.kept
+            weights, dropped = decoupled(begin, behaviour, settings.behave_weight_cap)
+            collected.sums |= _by_token({"behave_weight": weights, "behave_dropped_fraction": dropped})
+            objective = objective * weights
+        if settings.use_opsm:
+            kept = opsm(current, old, advantages, pack.segments, pack.sample_count, settings.opsm_delta)
+            collected.sums |= _by_token({"opsm_fraction": 1 - kept})
+            objective = objective * kept
+        if self.corrector is not None:
+            generating = begin if work.scores.kept is None else work.scores.kept
+            correction = work.correction or self.corrector(generating, pack)
+            collected.sums |= {CORRECTION + name: value for name, value in correction.sums.items()}
+            objective = objective * correction.weights * correction.keep
+        return objective
 
     def _old(self, begin: torch.Tensor, work: Work) -> torch.Tensor:
         """Log-probs of the policy that the loss clips against."""
@@ -128,7 +158,7 @@ class Objective:
             sample_ids=pack.sample_ids,
         )
         objective, metrics = self._custom(inputs, self._settings)
-        collected.means |= {f"custom_{name}": value for name, value in metrics.items()}
+        collected.sums |= _by_token({f"custom_{name}": value for name, value in metrics.items()})
         return policy, objective
 
 
@@ -144,21 +174,37 @@ def _generating(begin: torch.Tensor, work: Work) -> torch.Tensor | None:
     return begin if work.first or work.scores.trainer is not None else None
 
 
+def _by_token(terms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {BY_TOKEN + name: term.detach().sum(dtype=torch.float64) for name, term in terms.items()}
+
+
 def _collect(collected: Collected, policy: PolicyTerms, work: Work) -> None:
     ratio = policy.ratio.detach()
+    if work.scores.missing is not None:
+        collected.sums[BY_TOKEN + "kept_missing_fraction"] = work.scores.missing
     collected.sums["ratio"] = ratio.sum(dtype=torch.float64)
     collected.maxima["ratio_max"] = ratio
     if work.targets.kl is not None:
-        collected.sums["kl"] = work.targets.kl.sum(dtype=torch.float64)
+        collected.sums |= _by_token({"kl": work.targets.kl})
 
 
 def _compare(collected: Collected, generating: torch.Tensor | None, pack: Pack) -> None:
-    """Trainer against engine."""
+    """Trainer against engine, in every run."""
     engine = pack.engine_log_probs
     difference = engine[:0] if generating is None else generating.detach() - engine
     distances = difference.abs()
     collected.sums["compared"] = torch.full((), len(difference), dtype=torch.float64, device=engine.device)
     collected.sums["difference"] = difference.sum(dtype=torch.float64)
     collected.sums["distance"] = distances.sum(dtype=torch.float64)
+    collected.sums |= {MISMATCH + name: value for name, value in _mismatch(generating, pack).items()}
     collected.maxima["log_prob_abs_diff_max"] = distances
     collected.distances = distances
+
+
+def _mismatch(generating: torch.Tensor | None, pack: Pack) -> dict[str, torch.Tensor]:
+    """Sums over all tokens, or over none where nothing has computed the trainer's log-probs."""
+    count = pack.sample_count
+    if generating is None:
+        none = pack.engine_log_probs[:0]
+        return mismatch_sums(none, none, pack.segments[:0], count)
+    return mismatch_sums(generating, pack.engine_log_probs, pack.segments, count)

@@ -6,7 +6,8 @@ Knows how to run the model over a pack and how to make one optimizer step; knows
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -18,6 +19,7 @@ from services.common.errors import Code, ServiceError
 from services.common.run_spec import RunSpec, TrainerSettings
 from services.trainer.core.learning_rate import learning_rate
 from services.trainer.ranks.batches import Pack
+from services.trainer.ranks.companions import Companions, build_companions
 from services.trainer.ranks.log_probs import log_probs_and_entropy
 from services.trainer.ranks.model.build import build_model, transformer_config
 from services.trainer.ranks.model.hf_config import HfConfig, read_hf_config
@@ -41,6 +43,7 @@ class Policy:
     temperature: float
     total_optimizer_steps: int
     optimizer_steps: int = 0
+    beside: Companions = field(default_factory=Companions)
 
     def parameter_count(self) -> int:
         """Parameters of the whole model."""
@@ -150,6 +153,12 @@ def complete_adam_state(optimizer) -> None:
             )
 
 
+def add_companions(spec: RunSpec, policy: Policy, device: torch.device) -> None:
+    """Puts beside a policy what its run's settings want. Raises REFERENCE_DIFFERS."""
+    reference = build_reference(spec, device) if spec.trainer.needs_reference else None
+    policy.beside = build_companions(spec, policy.model, reference)
+
+
 def build_reference(spec: RunSpec, device: torch.device) -> GPTModel:
     """A frozen model with the weights of `ref_load`, or of `hf_checkpoint`."""
     path = spec.trainer.ref_load or spec.rollout.hf_checkpoint
@@ -181,6 +190,6 @@ def trained_log_probs(
 
 
 @torch.no_grad()
-def evaluate_log_probs(model: GPTModel, packs: list[Pack], hf: HfConfig, temperature: float) -> list[torch.Tensor]:
+def evaluate_log_probs(model: GPTModel, packs: Sequence[Pack], hf: HfConfig, temperature: float) -> list[torch.Tensor]:
     """Log-probabilities of the trained tokens of every pack, without gradients."""
     return [trained_log_probs(logits_of(model, pack), pack, hf, temperature)[0] for pack in packs]

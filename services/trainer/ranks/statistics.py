@@ -45,6 +45,10 @@ class Reduced:
         """Mean over the optimizer steps."""
         return sum(row[name] for row in self.means) / len(self.means)
 
+    def part(self, prefix: str) -> dict[str, float]:
+        """Sums whose names begin with a prefix, without it."""
+        return {name.removeprefix(prefix): n for name, n in self.sums.items() if name.startswith(prefix)}
+
 
 @dataclass
 class Collected:
@@ -60,7 +64,7 @@ class Collected:
 def pack_statistics(loss: torch.Tensor, collected: Collected, pack: Pack) -> PackStatistics:
     """Statistics of a pack with the loss [k] of its tokens."""
     zero = torch.zeros((), dtype=torch.float64, device=loss.device)
-    counts = {"count": pack.count, "tokens": len(loss), "all_tokens": pack.total_tokens}
+    counts = {"count": pack.count, "samples": pack.sample_count, "tokens": len(loss), "all_tokens": pack.total_tokens}
     return PackStatistics(
         means={name: (term * pack.weights).sum().double() for name, term in {"loss": loss, **collected.means}.items()},
         sums={name: zero + n for name, n in counts.items()} | {n: t.double() for n, t in collected.sums.items()},

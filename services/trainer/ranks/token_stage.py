@@ -20,16 +20,18 @@ from services.trainer.core.algorithms.kl import kl_estimate
 from services.trainer.core.algorithms.returns import discounted, gae, token_rewards
 from services.trainer.core.algorithms.whitening import moments, whiten
 from services.trainer.ranks.batches import Pack
+from services.trainer.ranks.nonfinite import check_finite, not_finite
 from services.trainer.ranks.scores import Scores
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """form: what a sample's number becomes for its tokens (`Estimator.token_stage`); kl_type: estimator of the KL in
-    rewards; gamma, lambd: of returns and generalized advantages; whiten: over all trained tokens of the step; opd_coef:
-    weight of the reverse KL to a teacher, 0 without."""
+    """form: what a sample's number becomes for its tokens (`Estimator.token_stage`); kl: rewards hold one to the
+    reference, by the estimator kl_type; gamma, lambd: of returns and generalized advantages; whiten: over all trained
+    tokens of the step; opd_coef: weight of the reverse KL to a teacher, 0 without."""
 
     form: str
+    kl: bool
     kl_type: str
     gamma: float
     lambd: float
@@ -53,6 +55,7 @@ def stage_settings(settings: TrainerSettings) -> StageSettings:
     supervised = settings.loss_type == "sft_loss"
     return StageSettings(
         form="broadcast" if supervised else estimator(settings).token_stage,
+        kl=settings.kl_coef > 0 and not supervised,
         kl_type=settings.kl_loss_type,
         gamma=settings.gamma,
         lambd=settings.lambd,
@@ -76,18 +79,31 @@ def token_stage(
         scores: of each pack.
         kl_coef: weight of the KL in rewards at this step.
         group: the data-parallel ranks, over which whitening looks.
+
+    Raises:
+        ServiceError: LOSS_NOT_FINITE, on all ranks.
     """
     targets = [_targets(pack, score, settings, kl_coef) for pack, score in zip(packs, scores, strict=True)]
     if settings.opd_coef:
         everything = zip(targets, packs, scores, strict=True)
         targets = [_distilled(*of_pack, settings.opd_coef) for of_pack in everything]
-    return _whitened(targets, group) if settings.whiten else targets
+    if not settings.whiten:
+        return targets
+    # One number that is none would make all of them so, and hide whose it was.
+    found = [
+        (p.sample_ids, not_finite(t.advantages, p.segments, p.sample_count))
+        for p, t in zip(packs, targets, strict=True)
+    ]
+    check_finite(found, "The advantage")
+    return _whitened(targets, group)
 
 
 def _targets(pack: Pack, scores: Scores, settings: StageSettings, kl_coef: float) -> TokenTargets:
     """Targets of one pack, not whitened."""
     scalars, kl = pack.advantages, None
-    if kl_coef and scores.trainer is not None and scores.reference is not None:
+    if settings.kl:
+        assert scores.trainer is not None
+        assert scores.reference is not None
         kl = kl_estimate(scores.trainer, scores.reference, settings.kl_type)
     penalty = torch.zeros_like(scalars) if kl is None else kl
     if settings.form == "broadcast":

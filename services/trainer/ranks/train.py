@@ -18,18 +18,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from services.common.records import Sample
 from services.common.run_spec import RunSpec
+from services.trainer.core.algorithms.corrections import Correction, correction_metrics, mismatch_metrics
 from services.trainer.core.schedule import OptimizerStepPlan, StepPlan
 from services.trainer.ranks.batches import Pack, PackSettings, make_pack
 from services.trainer.ranks.by_sample import by_sample, of_pack
 from services.trainer.ranks.distillation import make_distillation
 from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.nonfinite import check_finite
-from services.trainer.ranks.objective import Objective, Work
+from services.trainer.ranks.objective import BY_TOKEN, CORRECTION, MISMATCH, Objective, Work
 from services.trainer.ranks.policy import Policy, logits_of, trained_log_probs
 from services.trainer.ranks.replay import StepReplay
 from services.trainer.ranks.scores import Scorer, Scores
@@ -39,9 +39,9 @@ from services.trainer.ranks.token_stage import stage_settings, token_stage
 
 
 class StepTrainer:
-    """Trains a policy on steps. `reference` is the frozen model of the KL term, or None without one."""
+    """Trains a policy on steps, beside its companions."""
 
-    def __init__(self, spec: RunSpec, policy: Policy, reference: GPTModel | None, device: torch.device) -> None:
+    def __init__(self, spec: RunSpec, policy: Policy, device: torch.device) -> None:
         self._policy, self._device = policy, device
         self._settings = spec.trainer
         self._supervised = spec.trainer.loss_type == "sft_loss"
@@ -51,7 +51,7 @@ class StepTrainer:
             cut=context_cut(),
         )
         self._replay = StepReplay(spec.trainer, policy)
-        self._scorer = Scorer(spec.trainer, policy, reference)
+        self._scorer = Scorer(spec.trainer, policy)
         self._objective = Objective(spec.trainer)
         self._stage = stage_settings(spec.trainer)
         self._distillation = make_distillation(spec, policy, device)
@@ -94,6 +94,7 @@ class StepTrainer:
 
         Raises:
             ServiceError: LOSS_NOT_FINITE, GRADIENT_NOT_FINITE: what was wrong is not in the weights.
+                CUSTOM_LOSS_FAILED, CUSTOM_CORRECTION_FAILED.
         """
         statistics, norms, rates = [], [], []
         for step in work:
@@ -108,6 +109,7 @@ class StepTrainer:
             reduced = reduce_statistics(statistics, parallel_state.get_data_parallel_group())
         self._replay.check([[w.pack for w in step] for step in work])
         metrics = self._metrics(reduced)
+        metrics |= self._adapt(metrics, reduced.sums["samples"])
         return metrics | {
             "grad_norm": sum(norms) / len(norms),
             "lr": rates[-1],
@@ -134,15 +136,33 @@ class StepTrainer:
         trained, total = totals.tolist()
         return {"trained_tokens": trained, "total_tokens": total, "optimizer_steps": 0.0}
 
+    def _coefficient(self, given: float) -> float:
+        """A KL's weight at this step: as the run says, 0 for none, or where the controller is."""
+        kl = self._policy.beside.kl
+        return kl.coef if kl is not None and given else given
+
+    def _adapt(self, metrics: Mapping[str, float], samples: float) -> dict[str, float]:
+        """The KL's coefficient follows what was measured on some samples; → metrics of the companions."""
+        beside, told = self._policy.beside, {}
+        if beside.kl is not None:
+            told["kl_coef"] = beside.kl.coef
+            beside.kl.update(metrics["kl" if self._settings.kl_coef else "kl_loss"], int(samples))
+        if beside.reference is not None and beside.ref_update_interval:
+            told["reference_step"] = float(beside.reference.step)
+        return told
+
     def _work(self, packs: list[list[Pack]], scores: list[list[Scores]], timer: PartTimer) -> list[list[Work]]:
         """Every pack with what its loss needs, by optimizer step."""
-        everything = list(itertools.chain(*packs)), list(itertools.chain(*scores))
+        flat, known = list(itertools.chain(*packs)), list(itertools.chain(*scores))
+        group = parallel_state.get_data_parallel_group()
         with timer.part("token_stage"):
-            kl_coef = self._settings.kl_coef
-            group = parallel_state.get_data_parallel_group()
-            targets = iter(token_stage(*everything, self._stage, kl_coef, group))
+            targets = iter(token_stage(flat, known, self._stage, self._coefficient(self._settings.kl_coef), group))
+            corrections: Iterator[Correction | None] = itertools.repeat(None)
+            if self._settings.tis_batch_normalize and self._objective.corrector:
+                generating = [one.trainer if one.kept is None else one.kept for one in known]
+                corrections = iter(self._objective.corrector.of_step(flat, generating, group))
         return [
-            [Work(p, s, next(targets), index == 0) for p, s in zip(*pair, strict=True)]
+            [Work(p, s, next(targets), index == 0, next(corrections)) for p, s in zip(*pair, strict=True)]
             for index, pair in enumerate(zip(packs, scores, strict=True))
         ]
 
@@ -171,7 +191,7 @@ class StepTrainer:
     def _loss_of(self, logits: torch.Tensor, work: Work) -> tuple[torch.Tensor, PackStatistics]:
         policy = self._policy
         log_probs, entropy = trained_log_probs(logits, work.pack, policy.hf, policy.temperature)
-        loss, collected = self._objective(log_probs, entropy, work, self._settings.kl_loss_coef)
+        loss, collected = self._objective(log_probs, entropy, work, self._coefficient(self._settings.kl_loss_coef))
         if self._distillation is not None:
             loss = self._distillation.add_loss(loss, collected, logits, log_probs, work)
         return (loss * work.pack.weights).sum(), pack_statistics(loss, collected, work.pack)
@@ -197,6 +217,8 @@ class StepTrainer:
             "log_prob_abs_diff_mean": sums["distance"] / compared,
             "log_prob_abs_diff_p99": reduced.distance_p99,
         }
-        if "kl" in sums:
-            metrics["kl"] = sums["kl"] / tokens
+        metrics |= {name: total / tokens for name, total in reduced.part(BY_TOKEN).items()}
+        metrics |= mismatch_metrics(reduced.part(MISMATCH))
+        if self._objective.corrector:
+            metrics |= correction_metrics(reduced.part(CORRECTION))
         return metrics | reduced.maxima

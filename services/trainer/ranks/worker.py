@@ -106,8 +106,8 @@ class RankWorker:
         if command.critic:
             self._critic = CriticTrainer(spec, self._policy, self._device)
         else:
-            reference = policies.build_reference(spec, self._device) if spec.trainer.needs_reference else None
-            self._trainer = StepTrainer(spec, self._policy, reference, self._device)
+            policies.add_companions(spec, self._policy, self._device)
+            self._trainer = StepTrainer(spec, self._policy, self._device)
         self._source = SampleSource(() if command.critic else spec.trainer.side_payloads)
         self._groups = WeightGroups(self._device)
         self._files = VersionFiles()
@@ -176,6 +176,7 @@ class RankWorker:
             returns = self._trainer.returns(work)
             metrics = self._trainer.update(work, timer) if command.update else self._trainer.untouched(work)
         self._step_count += 1
+        self._policy.beside.end_step(self._policy.model, self._step_count)
         return commands.TrainResult(metrics, timer.seconds, returns)
 
     def _list_weights(self, _command: commands.ListWeights) -> tuple[commands.TensorSpec, ...]:
@@ -186,6 +187,7 @@ class RankWorker:
     def _stage_weights(self, command: commands.StageWeights) -> commands.BucketPlan | None:
         from services.trainer.ranks.weights import Staging
 
+        self._policy.beside.pushed_as(command.version, self._policy.optimizer_steps)
         # A group that is still sent to, or a file that is written, reads the old bytes: theirs are then left to it.
         before = None if self._groups.at_work or self._files.reads_staged else self._staged
         self._staged = None  # else free the old version before the new one is gathered

@@ -23,7 +23,12 @@ from services.common.run_spec import RunSpec
 
 
 def spec(**groups) -> RunSpec:
-    rollout = {"hf_checkpoint": "m", "num_rollout": 10, "rollout_batch_size": 4} | groups.pop("rollout", {})
+    rollout = {
+        "hf_checkpoint": "m",
+        "num_rollout": 10,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+    } | groups.pop("rollout", {})
     return RunSpec.model_validate({"rollout": rollout, **groups})
 
 

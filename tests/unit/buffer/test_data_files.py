@@ -36,7 +36,12 @@ def load(checkpoint):
     async def load(path, skipped=None, **keys):
         spec = {
             "data": {"prompt_data": str(path), **keys},
-            "rollout": {"hf_checkpoint": str(checkpoint), "num_rollout": 1, "rollout_batch_size": 1},
+            "rollout": {
+                "hf_checkpoint": str(checkpoint),
+                "num_rollout": 1,
+                "rollout_batch_size": 1,
+                "n_samples_per_prompt": 2,
+            },
         }
         return await PromptLoader(None).load("r", json.dumps(spec), skipped)
 

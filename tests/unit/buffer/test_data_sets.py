@@ -43,7 +43,12 @@ def spec(tmp_path):
     ]
     return {
         "data": {"prompt_data_mixture": sets, "label_key": "answer", "rollout_shuffle": True},
-        "rollout": {"hf_checkpoint": str(tmp_path / "model"), "num_rollout": 1, "rollout_batch_size": 4},
+        "rollout": {
+            "hf_checkpoint": str(tmp_path / "model"),
+            "num_rollout": 1,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 2,
+        },
     }
 
 

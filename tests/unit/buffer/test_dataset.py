@@ -38,7 +38,12 @@ def load(tmp_path, checkpoint):
             path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
         spec = {
             "data": {"prompt_data": f"{path}{suffix}", **keys},
-            "rollout": {"hf_checkpoint": str(checkpoint), "num_rollout": 1, "rollout_batch_size": 1},
+            "rollout": {
+                "hf_checkpoint": str(checkpoint),
+                "num_rollout": 1,
+                "rollout_batch_size": 1,
+                "n_samples_per_prompt": 2,
+            },
         }
         # No run here has a curriculum, which alone needs a store.
         return await PromptLoader(None).load("r", json.dumps(spec), skipped)

@@ -13,7 +13,7 @@ RANKS = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
 
 
 def build(trainer: dict, **rollout) -> RunSpec:
-    base = {"hf_checkpoint": "model", "num_rollout": 3, "rollout_batch_size": 4}
+    base = {"hf_checkpoint": "model", "num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
     return RunSpec.model_validate({"rollout": base | rollout, "trainer": trainer, "data": {"label_key": "label"}})
 
 

@@ -158,6 +158,33 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path):
     assert len(trainer.ranks) == 1
 
 
+async def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_checkpoint(tmp_path):
+    world = World(make_spec(tmp_path, trainer={"save_interval": 1}))
+
+    def broken(number: int, ranks: MemoryRanks) -> None:
+        original = ranks._TrainStep
+
+        def train(command):
+            if command.step < 2:
+                return original(command)
+            text = (
+                "Rank 0 failed in TrainStep: The loss of optimizer step 2 is infinite or not a number for sample 4:1."
+            )
+            ranks.failure = RanksFailed(0, text, answered=True, cause="LOSS_NOT_FINITE")
+            raise ranks.failure
+
+        ranks._TrainStep = train
+
+    trainer = Trainer(world, broken)
+    await trainer.controller.start_run("r")
+    progress = await trainer.until_ended()
+    assert "not a number for sample 4:1" in progress.reason
+    assert len(trainer.ranks) == 1, "the same would happen again"
+    assert world.state == "FAILED"
+    assert world.checkpoint[0] == 1
+    assert world.checkpoint[1] in world.files
+
+
 async def test_a_newer_trainer_takes_the_run_over_quietly(tmp_path):
     world = World(make_spec(tmp_path))
     world.supply = 4

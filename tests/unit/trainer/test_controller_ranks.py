@@ -44,6 +44,7 @@ async def test_a_reported_error_names_rank_command_and_error(ranks):
     with pytest.raises(RanksFailed, match=r"Rank 1 failed in ListWeights: .*before Setup") as caught:
         await ranks.call(1, ListWeights(), 30.0)
     assert caught.value.answered
+    assert caught.value.cause == "COMMAND_OUT_OF_ORDER"
     assert ranks.failure is caught.value
     with pytest.raises(RanksFailed, match="Rank 1 failed"):
         await ranks.call(0, ListWeights(), 5.0)
