@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 import grpc
 from google.protobuf import duration_pb2
@@ -122,9 +123,11 @@ class GrpcBuffer:
 
     async def put_groups(self, run_id: str, groups: Sequence[tuple[str, Group]]) -> list[PutResult]:
         """See `PromptBuffer`."""
-        for lease_id, group in groups:
-            # A lease that was lost meanwhile is told of the group itself.
-            await put_side_payloads(self._buffer, run_id, lease_id, group)
+        lost = [
+            group.group_id
+            for lease_id, group in groups
+            if not await put_side_payloads(self._buffer, run_id, lease_id, group)
+        ]
         request = buffer_service_pb2.PutGroupsRequest(
             run_id=run_id,
             groups=[
@@ -136,9 +139,14 @@ class GrpcBuffer:
             response = await self._buffer.PutGroups(request)
         await reach_async("node.mid_put")
         name = buffer_service_pb2.PutOutcome.Name
-        return [
+        results = [
             PutResult(item.group_id, name(item.outcome).removeprefix("PUT_OUTCOME_"), item.message)
             for item in response.results
+        ]
+        # A lease that ended takes no side payload either: its group lacks them, unless an earlier put had stored it.
+        return [
+            replace(result, outcome="LEASE_LOST") if result.group_id in lost and result.outcome == "INVALID" else result
+            for result in results
         ]
 
     async def eval_prompts(self, run_id: str, dataset: str) -> AsyncIterator[list[Prompt]]:

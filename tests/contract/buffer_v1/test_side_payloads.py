@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tetrarch.buffer.v1 import buffer_service_pb2 as pb
 from tetrarch.common.v1 import sample_pb2, tensor_pb2
 
 from services.common.channel import translate_errors
+from services.common.convert import prompt_from_proto
 from services.common.tensors import to_numpy, to_proto
-from tests.contract.buffer_v1.driver import refusal
+from services.rollout.adapters import side_payloads
+from services.rollout.adapters.buffer_client import GrpcBuffer
+from tests.contract.buffer_v1.driver import make_group, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXPERTS = np.arange(1000 * 8, dtype=np.int32).reshape(1000, 8)
@@ -81,3 +86,25 @@ async def test_rows_need_the_lease_and_the_shape(driver):
     assert (await refusal(put(driver, one, 0, 10, payload=wrong))).reason == "INVALID_FIELD"
     await driver.call("ReleaseLeases", lease_ids=[one.lease_id])
     assert (await refusal(put(driver, one, 0, 10))).reason == "LEASE_LOST"
+
+
+async def test_what_a_node_puts_beside_samples_is_stored_with_its_group(driver, channel, monkeypatch):
+    monkeypatch.setattr(side_payloads, "_REQUEST_BYTES", EXPERTS[:300].nbytes)
+    await driver.start()
+    one, two = (await driver.lease(2)).leases
+    kept = np.array([1, 2, 7, 8, 9], np.int32)
+    groups = []
+    for lease in (one, two):
+        group = make_group(prompt_from_proto(lease.prompt), 2, 1)
+        samples = [replace(group.samples[0], side={"experts": EXPERTS, "kept": kept}), group.samples[1]]
+        groups.append((lease.lease_id, replace(group, samples=tuple(samples))))
+    await driver.call("ReleaseLeases", lease_ids=[two.lease_id])
+    results = await GrpcBuffer(channel, "node", 10.0).put_groups(driver.run_id, groups)
+    assert [result.outcome for result in results] == ["STORED", "LEASE_LOST"]
+    again = await GrpcBuffer(channel, "node", 10.0).put_groups(driver.run_id, groups[:1])
+    assert [result.outcome for result in again] == ["DUPLICATE"]
+    sample = f"{one.prompt.group_id}-0"
+    np.testing.assert_array_equal(await fetch(driver, sample), EXPERTS)
+    np.testing.assert_array_equal(await fetch(driver, sample, name="kept"), kept)
+    (whole,) = await driver.fetch([sample])
+    assert {payload.name: list(payload.shape) for payload in whole.side_payloads} == {"experts": [1000, 8], "kept": [5]}

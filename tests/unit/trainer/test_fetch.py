@@ -13,6 +13,7 @@ from tetrarch.buffer.v1 import buffer_service_pb2_grpc
 from services.common.convert import sample_to_proto
 from services.common.errors import ServiceError
 from services.common.records import Sample, SampleStatus
+from services.common.tensors import to_proto
 from services.trainer.ranks.fetch import SampleSource
 
 
@@ -33,6 +34,12 @@ class TwoSamples(buffer_service_pb2_grpc.BufferServiceServicer):
             yield pb.FetchSamplesResponse(samples=[sample_to_proto(sample)])
             if self.calls <= self.cuts:
                 context.abort(self.status, "cut")
+
+    def FetchSidePayloads(self, request, context):
+        for name in request.sample_ids:
+            for start in (0, 2):
+                rows = to_proto(np.arange(start, start + 2, dtype=np.int32) + len(request.name))
+                yield pb.FetchSidePayloadsResponse(sample_id=name, row_start=start, rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +63,18 @@ def test_only_a_buffer_that_went_away_is_asked_again(cuts, status, calls):
         source.close()
         server.stop(None)
     assert buffer.calls == calls
+
+
+def test_large_tensors_come_with_their_samples_when_wanted():
+    server = grpc.server(ThreadPoolExecutor(2))
+    buffer_service_pb2_grpc.add_BufferServiceServicer_to_server(TwoSamples(0, grpc.StatusCode.OK), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    source = SampleSource(("a", "bb"))
+    try:
+        samples = source.fetch(f"127.0.0.1:{port}", "r", ["r-0-0", "r-0-1"])
+    finally:
+        source.close()
+        server.stop(None)
+    for sample in samples.values():
+        assert {name: rows.tolist() for name, rows in sample.side.items()} == {"a": [1, 2, 3, 4], "bb": [2, 3, 4, 5]}
