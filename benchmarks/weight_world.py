@@ -132,6 +132,7 @@ def _spec(wanted: Wanted, directory: Path) -> RunSpec:
                 "device": wanted.device,
                 "num_rollout": 1,
                 "rollout_batch_size": 1,
+                "n_samples_per_prompt": 2,
                 "rollout_max_response_len": 16,
                 "rollout_num_gpus": wanted.engine_count,
                 "sglang": engine,

@@ -94,8 +94,7 @@ def test_no_checkpoints_when_the_file_says_so(edit):
         (
             "trainer:",
             "trainer:\n  advantage_estimator: pppo",
-            "run.yaml:11: trainer.advantage_estimator is 'pppo': not an advantage estimator; use one of grpo, dr_grpo, gspo, cispo, rloo, remax,"
-            " reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, custom; did you mean 'ppo'?",
+            "run.yaml:11: trainer.advantage_estimator is 'pppo': not an advantage estimator; use one of grpo, dr_grpo, gspo, cispo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, custom; did you mean 'ppo'?",
         ),
         (
             "trainer:",
