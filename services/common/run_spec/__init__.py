@@ -135,16 +135,6 @@ class RunSpec(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _check_baseline(self) -> RunSpec:
-        name, rollouts = self.trainer.advantage_estimator, self.rollout.n_samples_per_prompt
-        if self.trainer.loss_type == "policy_loss" and name in ("remax", "rloo") and rollouts < 2:
-            other = "a greedily decoded one, which is not trained" if name == "remax" else "the others of its group"
-            raise ValueError(
-                f"advantage_estimator {name} compares a response with {other}: set n_samples_per_prompt to 2 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_overlong(self) -> RunSpec:
         buffer, longest = self.reward.overlong_buffer_len, self.rollout.rollout_max_response_len
         if buffer is None:

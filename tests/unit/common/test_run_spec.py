@@ -36,7 +36,8 @@ def test_steps_that_do_not_divide_the_samples_are_named() -> None:
 @pytest.mark.parametrize("estimator", ["remax", "rloo"])
 def test_estimators_that_compare_need_something_to_compare_with(estimator: str) -> None:
     lonely = {"rollout": ROLLOUT | {"n_samples_per_prompt": 1}, "trainer": {"advantage_estimator": estimator}}
-    assert "set n_samples_per_prompt to 2 or more" in refuse(lonely)
+    assert "n_samples_per_prompt 1" in (said := refuse(lonely))
+    assert "take 2 samples or more" in said
     assert RunSpec.model_validate(lonely | {"rollout": ROLLOUT}).trainer.advantage_estimator == estimator
 
 

@@ -395,6 +395,5 @@ def test_a_function_in_a_package_without_init(run_folder):
 
 
 def test_none_unsets_a_list(run_folder):
-    assert resolve(
-        parse_flags(["run.yaml", "--eval-prompt-data", "none", "--eval-interval", "none"])
-    ).data.eval_prompt_data in ([], ())
+    spec = resolve(parse_flags(["run.yaml", "--eval-prompt-data", "none", "--eval-interval", "none"]))
+    assert spec.data.eval_prompt_data in ([], ())
