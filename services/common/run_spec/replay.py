@@ -43,6 +43,11 @@ class ReplaySettings(AlgorithmSettings):
                 "use_routing_replay records in the pass for the old log-probs, which use_rollout_logprobs leaves out;"
                 " set use_rollout_routing_replay, or leave one of them out"
             )
+        if self.use_routing_replay and not self.use_rollout_routing_replay and self.keep_old_actor:
+            raise ValueError(
+                "use_routing_replay with keep_old_actor: the old log-probs are by the weights of several versions,"
+                " which route differently; set use_rollout_routing_replay, or leave one of them out"
+            )
         return self
 
 

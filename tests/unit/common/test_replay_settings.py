@@ -16,6 +16,7 @@ ROLLOUT = {"hf_checkpoint": "model", "num_rollout": 3, "rollout_batch_size": 4, 
     ("trainer", "rollout", "sentence"),
     [
         ({"use_routing_replay": True, "use_rollout_logprobs": True}, {}, "set use_rollout_routing_replay, or leave"),
+        ({"use_routing_replay": True, "keep_old_actor": True}, {}, "by the weights of several versions"),
         ({"use_top_p_replay": True}, {}, "no effect with rollout_top_p 1.0 and rollout_top_k -1"),
         ({"use_routing_replay": True, "loss_type": "sft_loss"}, {}, "use_routing_replay has no meaning with loss_type"),
         (
