@@ -103,7 +103,7 @@ def attention(_root: Path, device: str) -> dict:
 
     out: dict = {}
     for name, (heads, kv_heads, width) in HEADS.items():
-        config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=1, kv_channels=width)
+        config = SimpleNamespace(attention_dropout=0.0, kv_channels=width)
         frequencies = [1e4 ** (-2 * i / width) for i in range(width // 2)]
         module = PackedAttention(config, 1, None, None, frequencies)
         generator = torch.Generator().manual_seed(1)
@@ -117,6 +117,37 @@ def attention(_root: Path, device: str) -> dict:
             result.backward(pull.to(device, dtype))
             key = str(dtype).removeprefix("torch.")
             out[name][key] = [x.float().cpu() for x in (result.detach(), *(leaf.grad for leaf in leaves))]
+    return out
+
+
+def cut_attention(_root: Path, device: str) -> dict:
+    """Output and gradients of two ranks' queries over all keys, put together, and of the whole pack: bfloat16 by the
+    kernel on a GPU, float32 with padding elsewhere. One process stands for both ranks, so nothing is gathered."""
+    from types import SimpleNamespace
+
+    from services.trainer.ranks.model.attention import PackedAttention
+    from services.trainer.ranks.model.context import WHOLE, ContextCut
+    from services.trainer.ranks.model.packing import PackLayout
+
+    lengths = [*LENGTHS, -sum(LENGTHS) % 4]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    out: dict = {}
+    for name, (heads, kv_heads, width) in HEADS.items():
+        module = PackedAttention(SimpleNamespace(attention_dropout=0.0, kv_channels=width), 1, None, None, [])
+        way = module._variable_length if device == "cuda" else module._padded
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(sum(lengths), h, width) for h in (heads, kv_heads, kv_heads, heads)]
+        *inputs, pull = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        out[name] = []
+        for cuts in ((WHOLE,), (ContextCut(0, 2), ContextCut(1, 2))):
+            query, key, value = (x.clone().requires_grad_() for x in inputs)
+            result = torch.zeros_like(query)
+            for cut in cuts:
+                layout = PackLayout(lengths, torch.device(device), cut=cut)
+                places = layout.own_tokens(torch.arange(sum(lengths), device=device))
+                result = result.index_add(0, places, way(layout.own_tokens(query), key, value, layout))
+            result.backward(pull)
+            out[name].append([x.float().cpu() for x in (result.detach(), query.grad, key.grad, value.grad)])
     return out
 
 
@@ -163,17 +194,17 @@ def _state(trainee: Trainee) -> dict[str, torch.Tensor]:
 
 
 def parallel(root: Path, device: str) -> dict:
-    """Two steps in float32, data parallel and then tensor parallel."""
+    """Two steps in float32, data parallel, then tensor parallel, then context parallel."""
     from megatron.core import parallel_state, tensor_parallel
 
     rank = torch.distributed.get_rank()
     where = f"cuda:{rank}" if device == "cuda" else device
     out = {}
-    for name, size in (("data", 1), ("tensor", 2)):
+    for name, (size, context) in {"data": (1, 1), "tensor": (2, 1), "context": (1, 2)}.items():
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(size, context_parallel_size=context, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=device == "cpu", force_reset_rng=True)
-        trainee = Trainee(make_spec(root / "qwen3", 2, size), where)
+        trainee = Trainee(make_spec(root / "qwen3", 2, size, context_parallel_size=context), where)
         out[name] = [trainee.step(seed) for seed in range(2)]
     return out
 
@@ -184,7 +215,7 @@ def lone(root: Path, device: str) -> dict:
     return {"lone": [trainee.step(seed) for seed in range(2)]}
 
 
-PROGRAMS = {f.__name__: f for f in (log_probs, attention, step, checkpoint, parallel, lone)}
+PROGRAMS = {f.__name__: f for f in (log_probs, attention, cut_attention, step, checkpoint, parallel, lone)}
 
 
 def main() -> None:

@@ -77,11 +77,24 @@ def attention(root: Path) -> dict:
     return _run("attention", root)
 
 
+@pytest.fixture(scope="module")
+def cut_attention(root: Path) -> dict:
+    """Attention of cut packs and of whole ones."""
+    return _run("cut_attention", root)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_kernel_and_the_padded_way_agree(attention: dict, heads: str) -> None:
     """Output, then gradients of query, key and value: relative error in the 2-norm, bfloat16 having 8 bits."""
     for kernel, padded in zip(*attention[heads].values(), strict=True):
         assert (kernel - padded).norm() / padded.norm() <= 0.01
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_two_ranks_parts_of_a_pack_are_the_whole(cut_attention: dict, heads: str) -> None:
+    """Output, then gradients of query, key and value, in bfloat16."""
+    for whole, cut in zip(*cut_attention[heads], strict=True):
+        assert (cut - whole).norm() / whole.norm() <= 0.01
 
 
 def test_a_step_equals_the_cpus(root: Path) -> None:
