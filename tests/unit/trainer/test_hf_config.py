@@ -40,6 +40,19 @@ def test_defaults_and_both_generations_of_rope_keys(tmp_path: Path) -> None:
     assert (old.kv_heads, old.head_dim, old.tied) == (4, 16, False)
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_experts_are_read_from_both_generations_of_keys(tmp_path: Path, key: str) -> None:
+    moe = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    every = read_hf_config(write(tmp_path, **moe, **{key: 8}, norm_topk_prob=True)).experts
+    assert every is not None
+    assert (every.count, every.per_token, every.intermediate_size, every.normalised) == (8, 2, 16, True)
+    assert every.layers == (0, 1, 2, 3, 4, 5)
+    some = read_hf_config(write(tmp_path, **moe, **{key: 8}, decoder_sparse_step=2, mlp_only_layers=[3])).experts
+    assert some is not None
+    assert (some.layers, some.normalised) == ((1, 5), False)
+    assert read_hf_config(write(tmp_path, **moe, **{key: 0})).experts is None
+
+
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, {"rope_type": "llama3", **SCALED}]
 )
