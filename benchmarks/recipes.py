@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.curves import draw, write_table
 from benchmarks.report import Figure, finish, parser
 from benchmarks.run_book import LAST, Book, Result, series_of
-from benchmarks.workspace import BENCH_DIR, fresh_id, tiers_up, train
+from benchmarks.workspace import BENCH_DIR, tetrarch, tiers_up, train
 from examples.first_run.__main__ import CONFIGS, ROOT, Workspace, make_workspace
 
 RECIPES = (
@@ -65,11 +65,16 @@ def greedy(model: Path, heldout: Path) -> float:
 
 
 def run(recipe: str, workspace: Workspace, made: Mapping[str, str]) -> Result:
-    """A recipe's run to its end. Raises SystemExit when it fails."""
-    run_id = fresh_id(workspace, recipe)
+    """A recipe's run to its end; one that was broken off goes on. Raises SystemExit when it fails."""
+    run_id = f"{recipe}-{stamps()[recipe]}"
     place = ("--state-dir", str(workspace.state), "--run-id", run_id, "--run-dir", str(workspace.path))
     arguments = ["train", str(recipe_file(recipe)), *place, *flags_of(recipe, workspace, made)]
-    done = train(workspace, arguments, run_id, RUN_SECONDS)
+    try:
+        done = train(workspace, arguments, run_id, RUN_SECONDS)
+    except SystemExit:
+        # One that took too long would hold the trainer, also of tiers that are started later.
+        tetrarch(["stop", run_id, "--state-dir", str(workspace.state)], workspace.path / f"{run_id}.log", RUN_SECONDS)
+        raise
     if recipe == "sft":
         heldout, last = workspace.path / "data" / "heldout.jsonl", len(done.history.steps)
         models = ((0, workspace.path / "model"), (last, done.run_dir / "hf"))
