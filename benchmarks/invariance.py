@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.invariance_ranks import ALGORITHMS, LAYOUTS, PLAIN, REFERENCE, VOCABULARY
+from benchmarks.invariance_ranks import AGAINST, ALGORITHMS, LAYOUTS, REFERENCE, VOCABULARY
 from benchmarks.random_qwen3 import Shape, write_random_qwen3
 from benchmarks.report import Figure, finish, limit, parser
 from services.common.process import free_port
@@ -93,8 +93,8 @@ def metrics_apart(metrics: Mapping[str, float], reference: Mapping[str, float]) 
 
 
 def measure(root: Path, worlds: Sequence[int], algorithms: Sequence[str]) -> list[Figure]:
-    """Difference of every algorithm and layout from the reference. The first world must be 1, and the first algorithm
-    the plain one, from which the others must differ."""
+    """Difference of every algorithm and layout from the reference. The first world must be 1; `algorithms` must have
+    those that the others are to differ from."""
     write_models(root)
     (root / "algorithms.json").write_text(json.dumps(list(algorithms)))
     found = [run_world(root, world) for world in worlds]
@@ -109,9 +109,10 @@ def measure(root: Path, worlds: Sequence[int], algorithms: Sequence[str]) -> lis
                 worst = max(worst, single)
                 apart = max(apart, metrics_apart(result["metrics"], reference["metrics"]))
                 figures.append(Figure(f"{name}: {layout}", whole, "", f"<= {BAR:g}"))
-        if name != PLAIN:
-            effect, _ = difference(reference["gradients"], found[0][PLAIN][REFERENCE]["gradients"])
-            figures.append(Figure(f"{name}: difference from {PLAIN}, one layout", effect, "", f">= {EFFECT:g}"))
+        other = AGAINST[name]
+        if name != other:
+            effect, _ = difference(reference["gradients"], found[0][other][REFERENCE]["gradients"])
+            figures.append(Figure(f"{name}: difference from {other}, same layout", effect, "", f">= {EFFECT:g}"))
         figures.append(Figure(f"{name}: metrics, worst layout", apart, "", f"<= {BAR:g}"))
         figures.append(Figure(f"{name}: gradient of a single tensor, worst layout", worst))
     return figures

@@ -28,21 +28,27 @@ LONGEST = 60
 CAPTURE_SEED, LOG_PROB_NOISE = 7, 0.15
 
 POLICY = {"use_rollout_logprobs": True, "eps_clip": 0.1}
-PLAIN = "grpo"
+UNCORRECTED = "uncorrected"
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    PLAIN: POLICY,
+    "grpo": POLICY,
     "grpo, KL and entropy": POLICY
     | {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.05, "eps_clip_high": 0.15},
+    "token_mean": POLICY | {"calculate_per_token_loss": True},
+    "rollout_mean": POLICY | {"loss_normalizer": "rollout_mean"},
     "gspo": POLICY | {"advantage_estimator": "gspo"},
-    "cispo": POLICY | {"advantage_estimator": "cispo", "calculate_per_token_loss": True},
+    "cispo": POLICY | {"advantage_estimator": "cispo"},
+    "dr_grpo": POLICY | {"advantage_estimator": "dr_grpo", "loss_constant": 50.5},
     "whitening": POLICY
     | {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.05, "gamma": 0.99},
-    "rollout_mean": POLICY | {"loss_normalizer": "rollout_mean"},
-    "dr_grpo": POLICY | {"advantage_estimator": "dr_grpo", "loss_constant": 50.5},
-    "tis": {"use_tis": True, "tis_clip": 1.1, "tis_batch_normalize": True, "calculate_per_token_loss": True},
+    "opsm": POLICY | {"use_opsm": True},
+    UNCORRECTED: {},
+    "tis": {"use_tis": True, "tis_clip": 1.1, "tis_batch_normalize": True},
+    "mis": {"use_tis": True, "tis_level": "sequence", "use_rs": True, "rs_clip": 1.02, "rs_veto_threshold": 0.5},
     "sft": {"loss_type": "sft_loss"},
 }
 """Trainer settings by name."""
+AGAINST = dict.fromkeys(ALGORITHMS, "grpo") | {"tis": UNCORRECTED, "mis": UNCORRECTED}
+"""Which algorithm differs in nothing but what is tried, by algorithm."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from benchmarks.invariance import measure
 from benchmarks.invariance_ranks import LAYOUTS
 from benchmarks.report import Figure
 
-ALGORITHMS = ("grpo", "gspo", "whitening", "rollout_mean", "dr_grpo")
+ALGORITHMS = ("grpo", "gspo", "whitening", "rollout_mean", "dr_grpo", "uncorrected", "tis")
 WORLDS = (1, 2)
 
 
