@@ -14,6 +14,7 @@ from services.trainer.core import commands
 from services.trainer.core.buckets import TensorSpec
 from services.trainer.core.commands import ChecksumRule
 from services.trainer.ranks import weights
+from services.trainer.ranks.companions import Companions
 from services.trainer.ranks.groups import WeightGroups
 from services.trainer.ranks.worker import RankWorker
 
@@ -44,7 +45,7 @@ class Model:
 @pytest.fixture
 def model(monkeypatch) -> Model:
     made = Model()
-    state = SimpleNamespace(get_data_parallel_rank=lambda: 0, get_tensor_model_parallel_rank=lambda: 0)
+    state = SimpleNamespace(get_data_parallel_rank=lambda **_: 0, get_tensor_model_parallel_rank=lambda: 0)
     monkeypatch.setattr(weights, "parallel_state", state)
     monkeypatch.setattr(weights, "list_weights", lambda *_: SPECS)
     monkeypatch.setattr(weights, "gather_weights", made.gather)
@@ -109,7 +110,8 @@ def test_what_hinders_gathering_is_told_to_all(model):
 def test_the_next_command_waits_and_those_aside_do_not(model):
     worker = RankWorker(0, 1, "127.0.0.1", 0)
     worker._ready, worker._device, worker._groups = True, CPU, WeightGroups(CPU)
-    worker._policy, worker._files = SimpleNamespace(model=model, hf=None), SimpleNamespace(reads_staged=False)
+    worker._policy = SimpleNamespace(model=model, hf=None, beside=Companions(), optimizer_steps=0)
+    worker._files = SimpleNamespace(reads_staged=False)
     assert worker.execute(commands.StageWeights(1024)).value.total_bytes == 3072
     model.let("a")
     rules = {"x": ChecksumRule(("a",))}
