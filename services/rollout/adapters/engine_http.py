@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -121,7 +122,8 @@ def generate_body(request: GenerationRequest) -> dict[str, Any]:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if request.sample_count > 1:
         params["n"] = request.sample_count
-    return {
+    named = {"rid": request.request_id} if request.record.kept else {}
+    return named | {
         "input_ids": list(request.input_ids),
         "sampling_params": params,
         "return_logprob": True,
@@ -184,6 +186,14 @@ def read_version(text: Any) -> int:
 
 async def generate(client: HttpClient, request: GenerationRequest, timeout: float, url: str | None) -> list[Generation]:
     """POST `/generate`; completions in order of sample. The caller has checked the request's limits."""
+    if request.record.kept and request.sample_count > 1:
+        # For several samples SGLang 0.5.23 first reads the prompt without sampling, misses the mask of that, and fails.
+        singles = [
+            replace(request, request_id=f"{request.request_id}#{index}", sample_count=1)
+            for index in range(request.sample_count)
+        ]
+        answers = await asyncio.gather(*(generate(client, single, timeout, url) for single in singles))
+        return [generation for (generation,) in answers]
     answer = await client.expect("POST", "/generate", generate_body(request), timeout=timeout)
     generations = read_generations(answer, url, request)
     if len(generations) != request.sample_count:

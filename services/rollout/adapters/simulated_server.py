@@ -132,7 +132,10 @@ class SimulatedServer:
             return JSONResponse(self._prompt_answer(body))
         count = params.get("n", 1)
         begun = time.monotonic()
-        samples = await asyncio.gather(*(self.model.submit(tuple(ids), i, params, self.eos) for i in range(count)))
+        # A sample that is asked for alone has its number behind the id of the request.
+        _, _, number = str(body.get("rid") or "").partition("#")
+        indexes = [int(number)] if number.isdigit() and count == 1 else range(count)
+        samples = await asyncio.gather(*(self.model.submit(tuple(ids), i, params, self.eos) for i in indexes))
         answers = [self._answer(body.get("rid"), sample, begun) for sample in samples]
         for answer in answers:
             answer["meta_info"] |= recording(body, answer["output_ids"], self._config)

@@ -41,6 +41,7 @@ async def test_experts_and_kept_tokens_reach_a_rank_as_the_engine_told_them(clie
     wanted = [sample.sample_id for got in groups for sample in got.group.samples]
     samples = source.fetch(world.buffer_address, client.run_id, wanted)
     source.close()
+    assert len({tuple(sample.tokens.tolist()) for sample in samples.values()}) == len(samples), "no sample twice"
     for sample in samples.values():
         tokens, response = sample.tokens.tolist(), sample.tokens[sample.prompt_length :].tolist()
         expected = routed_experts(tokens[:-1], LAYERS, PER_TOKEN, EXPERTS).reshape(-1, LAYERS * PER_TOKEN)

@@ -13,7 +13,7 @@ import pytest
 from services.common.errors import ServiceError
 from services.common.records import Sample, SampleStatus, SamplingParams, VersionSpan
 from services.common.side_payloads import KEPT_TOKENS, ROUTED_EXPERTS
-from services.rollout.adapters.engine_http import generate_body, read_generations
+from services.rollout.adapters.engine_http import generate, generate_body, read_generations
 from services.rollout.core.completer import Completer, Halt
 from services.rollout.core.completion import Generation, GenerationRequest, KeptTokens, Recording
 from services.rollout.core.counters import Counters
@@ -67,6 +67,20 @@ def test_an_answer_is_read_as_sglang_gives_it():
     assert made.log_probs.tolist() == [-0.5, 0.0]
     assert (generate_body(REQUEST)["return_routed_experts"], generate_body(REQUEST)["return_sampling_mask"]) == (1, 1)
     assert "return_routed_experts" not in generate_body(replace(REQUEST, record=Recording()))
+
+
+async def test_samples_with_kept_tokens_are_asked_for_one_by_one():
+    bodies = []
+
+    class Client:
+        async def expect(self, _method, _path, body, *, timeout):
+            bodies.append(body)
+            return answer([7], output_token_sampling_mask=[[7]], output_token_sampling_logprobs=[0.0])
+
+    several = replace(REQUEST, sample_count=3, record=Recording(kept=True))
+    assert len(await generate(Client(), several, 1.0, None)) == 3
+    assert [body["rid"] for body in bodies] == ["r#0", "r#1", "r#2"]
+    assert not any("n" in body["sampling_params"] for body in bodies)
 
 
 def test_what_an_engine_does_not_tell_is_named():
