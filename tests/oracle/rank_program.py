@@ -93,14 +93,21 @@ class Trainee:
         from services.trainer.ranks.timing import PartTimer
 
         samples = random_samples(batch) if isinstance(batch, int) else batch
-        sizes = [
-            SampleSize(s.sample_id, len(s.tokens), int(s.loss_mask.sum()) if s.reward is not None else 0)
+        trainer = self.spec.trainer
+        scored = [
+            ScoredSample(s.sample_id, s.group_id, s.reward, greedy=trainer.needs_greedy_sample and s.index == 0)
             for s in samples.values()
         ]
-        settings = schedule_settings(self.spec, self.ranks)
-        scored = [ScoredSample(s.sample_id, s.group_id, s.reward) for s in samples.values()]
-        advantages = advantages_of(scored, self.spec.trainer)
-        metrics = self.trainer.train(samples, plan_step(sizes, settings), advantages, PartTimer())
+        advantages = advantages_of(scored, trainer)
+        trained = samples if trainer.loss_type == "sft_loss" else advantages
+        sizes = [
+            SampleSize(name, len(sample.tokens), int(sample.loss_mask.sum()) if name in trained else 0)
+            for name, sample in samples.items()
+        ]
+        plan = plan_step(sizes, schedule_settings(self.spec, self.ranks))
+        values = {size.sample_id: np.zeros(size.trained_tokens, np.float32) for size in sizes}
+        work = self.trainer.prepare(samples, plan, advantages, values, timer := PartTimer())
+        metrics = self.trainer.update(work, timer)
         self.done += 1
         self.policy.beside.end_step(self.policy.model, self.done)
         return metrics

@@ -30,6 +30,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo": {"eps_clip_high": 0.28, "eps_clip_c": 10.0, "calculate_per_token_loss": True},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
+    "remax": {"advantage_estimator": "remax", **KL},
+    "ppo": {"advantage_estimator": "ppo", "kl_coef": 0.1, "lambd": 0.95, "normalize_advantages": True},
     "unbiased_kl": {**KL, "use_unbiased_kl": True, "kl_loss_type": "k3"},
     "engine_log_probs": {"use_rollout_logprobs": True, **KL},
     "kept_actor": {"keep_old_actor": True, "max_staleness": 1, **KL},

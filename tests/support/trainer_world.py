@@ -264,6 +264,7 @@ class MemoryRanks:
         self.errors: dict[str, str] = {}  # by group
         self.die_in: dict[str, RanksFailed] = {}
         self.updates: list[bool] = []  # by step
+        self.staged_as: list[int] = []  # versions
 
     async def start(self) -> None:
         self.world.tick("ranks.start")
@@ -329,6 +330,7 @@ class MemoryRanks:
 
     def _StageWeights(self, command: commands.StageWeights) -> Any:
         self.staged = list(self.history or [])
+        self.staged_as.append(command.version)
         return plan_buckets(WEIGHTS, 16)
 
     def _Checksums(self, command: commands.Checksums) -> dict[str, str]:

@@ -53,6 +53,7 @@ async def test_undisturbed_run(tmp_path, kind):
     assert Counter(ranks.history) == Counter(expected_history(world))
     assert [event.step for event in progress.events if event.kind == "step"] == [0, 1, 2, 3]
     assert ranks.groups == set(ranks.joined), "one group an engine serves all updates"
+    assert ranks.staged_as == list(range(1, world.version + 1)), "ranks know as which version their weights travel"
 
 
 async def test_while_only_the_critic_is_trained_no_weights_travel(tmp_path):
