@@ -129,5 +129,6 @@ def _sources(engine_name: str, known: set[str]) -> tuple[str, ...]:
         if engine_name.endswith(f".{stacked}"):
             prefix, numbers = engine_name.removesuffix(stacked), itertools.count()
             of_all = ([f"{prefix}experts.{number}.{part}.weight" for part in parts] for number in numbers)
-            return tuple(itertools.chain(*itertools.takewhile(lambda names: names[0] in known, of_all)))
+            found = tuple(itertools.chain(*itertools.takewhile(lambda names: names[0] in known, of_all)))
+            return found or (engine_name,)
     return (engine_name,)

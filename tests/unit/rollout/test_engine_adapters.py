@@ -65,6 +65,15 @@ def test_experts_are_one_after_the_other_gate_before_up():
     assert rules[held[2]] == tuple(f"{mlp}.experts.{i}.down_proj.weight" for i in range(11))
 
 
+def test_experts_that_nobody_sends_are_missing_by_name():
+    """An engine that takes a dense layer to have experts."""
+    held = [f"{LAYER}.mlp.experts.w2_weight"]
+    with pytest.raises(ServiceError, match=r"have no place in the engine, the first is .*down_proj"):
+        match_tensors(held, [f"{LAYER}.mlp.down_proj.weight"], tied=False)
+    with pytest.raises(ServiceError, match="1 tensors of the engine are not in the update"):
+        match_tensors(held, [], tied=False)
+
+
 def test_tied_embeddings_may_have_either_name_on_either_side():
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     assert [rule.engine_name for rule in match_tensors([embedding], [embedding, head], tied=True)] == [embedding]
