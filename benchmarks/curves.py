@@ -46,6 +46,8 @@ def draw(curves: Sequence[Curve], path: Path, what: Mapping[str, str] | None = N
         place.set_title(panel)
         place.set_xlabel("steps done")
         place.set_ylabel((what or {}).get(panel, "mean reward"))
+        if panel not in (what or {}):
+            place.set_ylim(-0.02, 1.02)
         place.grid(visible=True, alpha=0.25)
         place.legend(frameon=False, fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,8 @@
 
 The engine samples at another temperature than the trainer is told, and the advantages have no baseline, so that it
 matters (`mismatch_engine`). The same run four times on the same tiers: with an engine as it should be, mismatched
-without correction, with truncated importance sampling (TIS), and with rejection of whole responses besides (MIS). What
-the first has over the corrected ones is in part that its engine makes fewer mistakes to learn from. Results are kept
-as they come, as by `benchmarks.recipes`, which also makes the model that the runs begin with.
+without correction, with truncated importance sampling (TIS), and with rejection of whole responses besides (MIS).
+Results are kept as they come, as by `benchmarks.recipes`, which also makes the model that the runs begin with.
 """
 
 from __future__ import annotations
