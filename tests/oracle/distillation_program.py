@@ -75,7 +75,7 @@ def step(spec: RunSpec, samples: list[Sample]) -> dict[str, Any]:
         SampleSize(s.sample_id, len(s.tokens), int(s.loss_mask.sum()) if s.sample_id in advantages else 0)
         for s in samples
     ]
-    trainer = StepTrainer(spec, policy, None, device)
+    trainer = StepTrainer(spec, policy, device)
     by_id = {sample.sample_id: sample for sample in samples}
     metrics = trainer.train(by_id, plan_step(sizes, settings), advantages, PartTimer())
     return {"metrics": metrics, "gradients": gradients}
