@@ -134,9 +134,10 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    arguments.add_argument("--report", action="store_true", help="tell what there is; train nothing")
     chosen = arguments.parse_args()
     book = Book(DIRECTORY / "results.jsonl")
-    for seed in chosen.seeds:
+    for seed in () if chosen.report else chosen.seeds:
         run_seed(seed, chosen.recipes, book)
     found = book.read(stamps())
     results = [found[key] for recipe in chosen.recipes for seed in chosen.seeds if (key := (recipe, seed)) in found]
