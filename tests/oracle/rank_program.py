@@ -6,7 +6,6 @@ it, and compare the numbers it leaves in ROOT/<program>.pt (rank 0).
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import sys
 import time
@@ -22,6 +21,7 @@ from services.trainer.core.batches import schedule_settings
 from services.trainer.core.schedule import SampleSize, plan_step
 from services.trainer.ranks import runtime
 from tests.oracle.models import NAMES, VOCAB_SIZE
+from tests.oracle.stand_in_engine import stand_in_engine
 
 LENGTHS = (24, 7, 41, 16, 7, 1, 9)
 GROUPS, GROUP_SIZE = 4, 3
@@ -237,7 +237,7 @@ def weight_groups(root: Path) -> dict:
     if torch.distributed.get_rank() == 1:
         plan = plan_buckets(list_weights(policy.model, policy.hf), 20_000)
         sizes = [sum(spec.size_bytes for spec in bucket) for bucket in plan.buckets]
-        box = [_stand_in_engine(box[0], sizes)]
+        box = [stand_in_engine(box[0], sizes)]
         torch.distributed.broadcast_object_list(box, src=1)
         return {}
     groups = WeightGroups(torch.device("cpu"))
@@ -257,34 +257,6 @@ def weight_groups(root: Path) -> dict:
     groups.leave_all()
     torch.distributed.broadcast_object_list(box, src=1)
     return out | {"received": box[0]}
-
-
-def _stand_in_engine(ports: dict[str, int], sizes: list[int]) -> list[str]:
-    """Joins as SGLang does; leaves "broken" after the first bucket and never joins "absent"."""
-    from torch.distributed import distributed_c10d
-
-    members = {}
-    timeout = datetime.timedelta(seconds=20)
-    for name in ("good", "broken"):
-        store, _, _ = next(distributed_c10d.rendezvous(f"tcp://127.0.0.1:{ports[name]}", 1, 2, timeout=timeout))
-        store = distributed_c10d.PrefixStore(name, store)
-        backend = distributed_c10d.Backend("gloo")
-        members[name], _ = distributed_c10d._new_process_group_helper(
-            2, 1, [], backend, store, group_name=name, timeout=timeout
-        )
-        distributed_c10d._world.pg_group_ranks[members[name]] = {0: 0, 1: 1}
-    received = []
-    for index, size in enumerate(sizes):
-        for name, group in list(members.items()):
-            options = torch.distributed.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
-            bucket = torch.empty(size, dtype=torch.uint8)
-            group.broadcast([bucket], options).wait()
-            if name == "good":
-                received.append(hashlib.sha256(bucket.numpy()).hexdigest())
-        if index == 0:
-            torch.distributed.destroy_process_group(members.pop("broken"))
-    return received
 
 
 def percentiles() -> tuple[float, float, float]:

@@ -170,7 +170,7 @@ async def test_broken_groups_are_refused_by_name_and_others_stored(driver):
     assert outcomes == [4, 4, 4, 4, 4, 4, 1]
     for result, words in zip(
         response.results,
-        ("has 1 samples", "loss_mask has", "do not cover", "does not belong", "'another'", "reward nan"),
+        ("has samples of 1 rollouts", "loss_mask has", "do not cover", "does not belong", "'another'", "reward nan"),
         strict=False,
     ):
         assert words in result.message

@@ -71,7 +71,7 @@ def test_ids_say_what_they_belong_to():
 
 def test_a_plan_holds_what_the_buffer_acts_on():
     plan = make_plan(spec(data={"num_epoch": 3}, trainer={"max_staleness": 2}))
-    assert (plan.batch, plan.samples, plan.steps, plan.max_staleness, plan.saves) == (4, 1, 10, 2, False)
+    assert (plan.batch, plan.samples, plan.steps, plan.max_staleness, plan.saves) == (4, 2, 10, 2, False)
     assert plan.draw_limit(7) == 21
     assert make_plan(spec()).draw_limit(7) == -1
     with pytest.raises(ServiceError, match="async_buffer_size is 3: it is below rollout_batch_size 4"):
