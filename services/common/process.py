@@ -32,6 +32,15 @@ def free_port(host: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """A free TCP port that stays free until the socket is closed: only who listens with SO_REUSEADDR, and knows the
+    number, gets it. For a listener that comes much later, as torch's rendezvous does."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
 def port_in_use(port: int, host: str = "127.0.0.1") -> bool:
     """True when nothing can bind the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -26,7 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from services.common.process import ManagedProcess, free_port
+from services.common.process import ManagedProcess, hold_port
 from services.common.telemetry import get_logger
 from services.trainer.adapters.rank_aside import Aside
 from services.trainer.core.commands import ASIDE, KEY_VARIABLE, Command, Failure, Hello, Result, Shutdown
@@ -90,6 +90,7 @@ class LocalRanks:
         self._failed = asyncio.Event()
         self._watchers: list[asyncio.Task] = []
         self._directory = ""
+        self._port: socket.socket | None = None
         self._stopping = False
 
     @property
@@ -117,7 +118,9 @@ class LocalRanks:
             listener.bind(path)
             listener.listen(self._world_size)
             listener.setblocking(False)
-            port = free_port()
+            # Rank 0 listens there once megatron has been imported, seconds later.
+            self._port = hold_port()
+            port = self._port.getsockname()[1]
             for rank in range(self._world_size):
                 await self._launch(rank, path, port, key)
             try:
@@ -270,6 +273,8 @@ class LocalRanks:
             rank.thread.shutdown(wait=False)
             with contextlib.suppress(OSError):
                 rank.pipe.close()
+        if self._port:
+            self._port.close()
         if self._directory:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._failure = self._failure or RanksFailed(0, "The ranks were stopped.", answered=False)

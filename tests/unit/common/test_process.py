@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 
-from services.common.process import ManagedProcess, free_port, port_in_use
+import pytest
+
+from services.common.process import ManagedProcess, free_port, hold_port, port_in_use
 
 PARENT = """
 import asyncio, sys
@@ -71,10 +74,19 @@ async def test_a_killed_parent_leaves_no_orphan() -> None:
 
 
 def test_ports() -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert port_in_use(taken.getsockname()[1])
     assert not port_in_use(free_port())
+
+
+def test_a_held_port_is_for_who_listens_there_with_its_number() -> None:
+    with hold_port() as held, socket.socket() as other, socket.socket() as rank:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank.bind(("127.0.0.1", port))
+        rank.listen()
+        socket.create_connection(("127.0.0.1", port), 5.0).close()
