@@ -124,6 +124,7 @@ class TrainingLoop:
                 return await self._train()
             catch_up = await self._start_engines()
             try:
+                await self._first_evaluation()
                 return await self._train()
             finally:
                 catch_up.cancel()
@@ -161,18 +162,22 @@ class TrainingLoop:
         self._write("restore", done - 1, {"step_count": float(done)}, f"run {self._run_id} {text}")
 
     async def _start_engines(self) -> asyncio.Task:
-        """First push, and the first evaluation; → the task that brings late joiners up."""
+        """First push; → the task that brings late joiners up, also while there is an evaluation."""
         assert self._setup
-        trainer, ports = self._spec.trainer, self._ports
+        ports = self._ports
         outside = (ports.ranks, ports.rollout, ports.journal, ports.open_weights)
         self._fleet = make_fleet((self._session, self._spec), outside, self._setup, self._settings, self.ranks_lock)
         self._progress.enter(Phase.WAITING_FOR_ENGINES)
         await self._fleet.wait_for_engines(self._check)
         await self._update_weights()
-        if self._progress.step_count == 0 and trainer.eval_before_train and self._spec.rollout.eval_interval:
+        return asyncio.create_task(self._fleet.catch_up_forever(), name="late joiners")
+
+    async def _first_evaluation(self) -> None:
+        assert self._fleet
+        wanted = self._spec.trainer.eval_before_train and self._spec.rollout.eval_interval
+        if wanted and self._progress.step_count == 0:
             await self._evaluate()
         self._deltas.look(await self._fleet.nodes())
-        return asyncio.create_task(self._fleet.catch_up_forever(), name="late joiners")
 
     # -- the steps
 

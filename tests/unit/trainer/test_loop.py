@@ -12,6 +12,8 @@ import pytest
 from services.common.errors import ServiceError
 from services.trainer.core.loop import Outcome, TrainingLoop
 from services.trainer.core.progress import Progress
+from services.trainer.core.records import EvalResult
+from tests.support.trainer_rollout import MemoryRollout
 from tests.support.trainer_world import SETTINGS, Crash, MemoryBuffer, MemoryRanks, World, make_spec
 
 
@@ -117,6 +119,26 @@ ORDER_OF_ONE_STEP = [
     "evaluate held",
     "ExportHf",
 ]
+
+
+async def test_an_engine_that_restarts_during_the_first_evaluation_gets_the_weights(tmp_path, monkeypatch):
+    world = World(make_spec(tmp_path, steps=1, rollout={"eval_interval": 1}))
+    held = []
+
+    async def evaluate(self: MemoryRollout, *_: object) -> EvalResult:
+        if not held:  # it waits for the engine, as a node's evaluation does
+            world.held.clear()
+            world.add_engine("n-0")
+            async with asyncio.timeout(10):
+                while not world.held:
+                    await asyncio.sleep(0.02)
+        held.append(world.held["n-0"][0])
+        return EvalResult("held", 0.5, 10, 0, 4.0, 0.1, 1, 1, 0.1)
+
+    monkeypatch.setattr(MemoryRollout, "evaluate", evaluate)
+    outcome, _, _ = await train(world)
+    assert outcome is Outcome.FINISHED
+    assert held == [1, world.version]
 
 
 async def test_stop_saves_what_was_trained(tmp_path):
