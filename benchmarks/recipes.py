@@ -28,8 +28,9 @@ RECIPES = (
 NEEDS = {"sft": (), "opd": ("sft", "grpo")}
 """Recipes whose models a recipe begins with, where it is not SFT alone."""
 DIRECTORY = BENCH_DIR / "recipes"
-AFTER = {"sft": ">= 0.3"} | dict.fromkeys(RECIPES[1:], ">= 0.85")
-"""Bars of the held-out reward; what SFT imitates is right in about 0.4."""
+AFTER = dict.fromkeys(RECIPES, ">= 0.85") | {"sft": ">= 0.3", "ppo": ">= 0.75"}
+"""Bars of the held-out reward. What SFT imitates is right in about 0.4. PPO is slow for its critic's sake: where nearly
+all answers are right, there is little left that values could explain."""
 EXPLAINED = ">= 0.5"
 RUN_SECONDS = 3000.0
 SERIES = ("reward_mean", "loss", "explained_variance", "entropy", "pg_clipfrac", "ppo_kl", "total_seconds")
@@ -66,7 +67,8 @@ def greedy(model: Path, heldout: Path) -> float:
 
 def run(recipe: str, workspace: Workspace, made: Mapping[str, str]) -> Result:
     """A recipe's run to its end; one that was broken off goes on. Raises SystemExit when it fails."""
-    run_id = f"{recipe}-{stamps()[recipe]}"
+    stamp = stamps()[recipe]
+    run_id = f"{recipe}-{stamp}"
     place = ("--state-dir", str(workspace.state), "--run-id", run_id, "--run-dir", str(workspace.path))
     arguments = ["train", str(recipe_file(recipe)), *place, *flags_of(recipe, workspace, made)]
     try:
@@ -82,7 +84,7 @@ def run(recipe: str, workspace: Workspace, made: Mapping[str, str]) -> Result:
     else:
         curve = done.history.evaluation_series()["heldout"]
     series = series_of(done.history, SERIES)
-    return Result(recipe, workspace.seed, stamps()[recipe], run_id, done.seconds, curve, series)
+    return Result(recipe, workspace.seed, stamp, run_id, done.seconds, curve, series)
 
 
 def run_seed(seed: int, recipes: Sequence[str], book: Book) -> None:
