@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from services.checksums.compute import digest
 from services.console.adapters.clients import Clients
 from services.rollout.adapters.sglang_launch import SGLangFactory
 from services.rollout.core.engine_port import LaunchSpec, TensorSpec
-from services.trainer.ranks.checksums import digest
 
 
 @dataclass(frozen=True)

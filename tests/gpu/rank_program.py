@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -218,13 +219,13 @@ def lone(root: Path, device: str) -> dict:
 PROGRAMS = {f.__name__: f for f in (log_probs, attention, cut_attention, step, checkpoint, parallel, lone)}
 
 
-def main() -> None:
-    """Runs one program as one rank."""
+def main(programs: dict[str, Callable[[Path, str], dict]]) -> None:
+    """Runs one of some programs as one rank."""
     program, device = sys.argv[1:3]
     rank, world, port = map(int, sys.argv[3:6])
     root = Path(sys.argv[6])
     runtime.start(runtime.Layout(rank, world, port, 1), device, seed=1)
-    result = PROGRAMS[program](root, device)
+    result = programs[program](root, device)
     if rank == 0:
         torch.save(result, root / f"{program}-{device}.pt")
     torch.distributed.barrier()
@@ -232,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(PROGRAMS)

@@ -8,14 +8,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from services.trainer.ranks import checksums
-from services.trainer.ranks.checksums import Content, digests
+from services.checksums import compute
+from services.checksums.compute import Content, digests
 from tests.oracle import checksum_cases
 from tests.unit.trainer.test_checksums import KERNEL_VALUES, data
 
 
 def test_the_kernel_equals_the_passes_in_torch() -> None:
-    assert checksums._kernels(torch.device("cuda", 0)) is not None
+    assert compute._kernels(torch.device("cuda", 0)) is not None
     assert checksum_cases.differences("cuda") == []
 
 

@@ -1,58 +1,28 @@
 """The trainer's numbers on a GPU: against transformers, against its own CPU path, and across a checkpoint.
 
-Every program runs in rank processes of its own (`tests.gpu.rank_program`), each with a deadline.
+Every program runs in rank processes of its own (`tests.gpu.rank_program`).
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.common.process import free_port
-from tests.gpu.rank_program import HEADS, SMOOTH, write_model
-from tests.oracle.models import write_models
+from tests.gpu.processes import run
+from tests.gpu.rank_program import HEADS, SMOOTH
 from tests.oracle.softmax_cases import SIZES, TOLERANCE, differences
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-_DEADLINE_SECONDS = 150
 pytestmark = pytest.mark.timeout(200)
-
-
-def _run(program: str, root: Path, device: str = "cuda", world: int = 1) -> dict:
-    port = free_port()
-    processes, logs = [], [root / f"{program}-{device}-{rank}.log" for rank in range(world)]
-    for rank, path in enumerate(logs):
-        arguments = [program, device, str(rank), str(world), str(port), str(root)]
-        with path.open("w") as log:
-            command = [sys.executable, "-m", "tests.gpu.rank_program", *arguments]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ)))
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world, "\n".join(path.read_text()[-3000:] for path in logs)
-    return torch.load(root / f"{program}-{device}.pt", weights_only=False)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cuda")
-    write_models(path)
-    write_model(path / "model")
-    return path
 
 
 def test_log_probs_in_bfloat16_are_as_near_to_float32_as_transformers_are(root: Path) -> None:
     """Rounding puts every bfloat16 implementation at some distance from float32: ours must not be farther."""
-    found = _run("log_probs", root)
+    found = run("log_probs", root)
     assert found["passes"].endswith("softmax_kernels")
     truth = found["float32"]
     ours, theirs = ((found[name] - truth).abs() for name in ("ours", "bfloat16"))
@@ -74,13 +44,13 @@ def test_the_softmax_kernels_equal_the_passes_in_torch(rows: int, vocabulary: in
 @pytest.fixture(scope="module")
 def attention(root: Path) -> dict:
     """Outputs and gradients of both ways."""
-    return _run("attention", root)
+    return run("attention", root)
 
 
 @pytest.fixture(scope="module")
 def cut_attention(root: Path) -> dict:
     """Attention of cut packs and of whole ones."""
-    return _run("cut_attention", root)
+    return run("cut_attention", root)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -98,7 +68,7 @@ def test_two_ranks_parts_of_a_pack_are_the_whole(cut_attention: dict, heads: str
 
 
 def test_a_step_equals_the_cpus(root: Path) -> None:
-    gpu, cpu = _run("step", root), _run("step", root, "cpu")
+    gpu, cpu = run("step", root), run("step", root, "cpu")
     for name in ("qwen3", "llama31", "qwen2"):
         (metrics, weights), (expected, target) = gpu[name], cpu[name]
         for key in ("loss", "grad_norm", "entropy", "log_prob_abs_diff_mean", "log_prob_abs_diff_p99"):
@@ -112,7 +82,7 @@ def test_a_step_equals_the_cpus(root: Path) -> None:
 
 
 def test_a_checkpoint_restores_every_bit(root: Path) -> None:
-    found = _run("checkpoint", root)
+    found = run("checkpoint", root)
     saved, loaded = found["states"]
     assert found["counters"] == (1, 1)
     assert saved.keys() == loaded.keys()
@@ -124,8 +94,8 @@ def test_a_checkpoint_restores_every_bit(root: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_as_one(root: Path) -> None:
-    expected = _run("lone", root)["lone"]
-    for ours in _run("parallel", root, world=2).values():
+    expected = run("lone", root)["lone"]
+    for ours in run("parallel", root, world=2).values():
         for metrics, alone in zip(ours, expected, strict=True):
             for key in ("loss", "grad_norm", "log_prob_abs_diff_p99"):
                 assert metrics[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)

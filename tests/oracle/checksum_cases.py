@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from services.trainer.ranks import checksum_kernels, checksums
-from services.trainer.ranks.checksums import Content
+from services.checksums import compute, kernels
+from services.checksums.compute import Content
 
 
 def contents(device: str) -> list[Content]:
@@ -13,7 +13,7 @@ def contents(device: str) -> list[Content]:
     generator = torch.Generator().manual_seed(11)
     data = torch.randint(0, 256, (400_000,), dtype=torch.uint8, generator=generator).to(device)
     apart = torch.randint(0, 256, (70_000,), dtype=torch.uint8, generator=generator).to(device)
-    tile = 4 * checksum_kernels.TILE_WORDS
+    tile = 4 * kernels.TILE_WORDS
     return [
         Content([data[:0]]),
         *(Content([data[:size]]) for size in (1, 3, 4, 5, 1024, tile - 4, tile, tile + 4, 3 * tile + 1)),
@@ -32,8 +32,8 @@ def contents(device: str) -> list[Content]:
 def differences(device: str) -> list[int]:
     """Contents, by index, of which the two say different things."""
     cases = contents(device)
-    kernel = checksums._sums_by_kernel(checksum_kernels, cases)
-    passes = checksums._sums_by_torch(cases)
+    kernel = compute._sums_by_kernel(kernels, cases)
+    passes = compute._sums_by_torch(cases)
     assert len(set(passes)) == len(passes), "no two cases are alike"
     return [index for index, (one, other) in enumerate(zip(kernel, passes, strict=True)) if one != other]
 

@@ -79,7 +79,11 @@ class SGLangEngine:
         self.checksum_algorithm = facts.release.checksums.get(facts.device, "") if facts.rank_count == 1 else ""
         self._facts = facts
         self._client = HttpClient(url, f"The {facts.kind} engine")
-        self._receivers = SGLangStaging(self._client, facts.receiver, facts.rank_count) if facts.receiver else None
+        self._receivers = (
+            SGLangStaging(self._client, facts.receiver, facts.rank_count, self.checksum_algorithm)
+            if facts.receiver
+            else None
+        )
         self.staging: SGLangStaging | None = None
         self._attaching = asyncio.Lock()
         self._limits: RequestLimits | None = None

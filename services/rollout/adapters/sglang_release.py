@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.rollout.core.engine_port import CHECKSUM_ALGORITHM, TILED_CHECKSUM_ALGORITHM
+from services.checksums.names import SHA256, TILED
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ RELEASES = (
         version_spans=False,
         flushes_retracted=False,
         sampling_masks=False,
-        checksums={"cuda": TILED_CHECKSUM_ALGORITHM},
+        checksums={"cuda": TILED},
     ),
     Release(
         "0.5.21",
@@ -50,7 +50,7 @@ RELEASES = (
         version_spans=True,
         flushes_retracted=False,
         sampling_masks=True,
-        checksums={"cuda": TILED_CHECKSUM_ALGORITHM},
+        checksums={"cuda": TILED},
     ),
     Release(
         "0.5.23",
@@ -59,7 +59,7 @@ RELEASES = (
         version_spans=True,
         flushes_retracted=True,
         sampling_masks=True,
-        checksums={"cpu": CHECKSUM_ALGORITHM, "cuda": TILED_CHECKSUM_ALGORITHM},
+        checksums={"cpu": SHA256, "cuda": TILED},
     ),
 )
 """Oldest first. Older releases than the first are not supported."""

@@ -17,7 +17,7 @@ from typing import Any
 from services.common.errors import ServiceError
 from services.rollout.adapters.engine_http import HttpClient
 from services.rollout.adapters.receiver_client import ReceiverSocket
-from services.rollout.core.engine_port import Buckets, FilePiece, GroupSpec
+from services.rollout.core.engine_port import Activation, Buckets, FilePiece, GroupSpec
 from services.rollout.receiver.server import PATH
 
 CONTROL_SECONDS, WARM_SECONDS = 30.0, 90.0
@@ -32,10 +32,13 @@ class SGLangStaging:
         client: of the engine's control API.
         environment: what the engine was started with, see `receiver_environment`.
         rank_count: tensor-parallel ranks, each with a receiver.
+        algorithm: of checksums; empty: none are made.
     """
 
-    def __init__(self, client: HttpClient, environment: Mapping[str, str], rank_count: int) -> None:
+    def __init__(self, client: HttpClient, environment: Mapping[str, str], rank_count: int, algorithm: str) -> None:
         self._client = client
+        self._algorithm = algorithm
+        self.trusted = False
         self._sockets = [ReceiverSocket(environment, rank, client.subject) for rank in range(rank_count)]
 
     async def attach(self) -> None:
@@ -72,11 +75,12 @@ class SGLangStaging:
         fields = {"epoch": epoch, "pieces": list(pieces), "seconds": timeout}
         return max(answer["seconds"] for answer in await self._ask_all("fill", timeout + 1.0, **fields))
 
-    async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
-        await self._ask_all("arm", timeout, epoch=epoch, repeat=repeat)
+    async def activate(self, epoch: int, timeout: float, *, repeat: bool, names: Sequence[str] = ()) -> Activation:
+        wanted = {"epoch": epoch, "repeat": repeat, "names": list(names), "algorithm": self._algorithm}
+        await self._ask_all("arm", timeout, **wanted)
         await self._call_loaders(timeout)
         answers = await self._ask_all("result", timeout)
-        return answers[0]["how"]
+        return Activation(answers[0]["how"], answers[0]["checksums"] or {})
 
     async def alive(self, timeout: float) -> bool:
         """True when every rank's process answers; never raises."""

@@ -121,6 +121,10 @@ class HeldWeights:
                 self._tensors[name], self._data[name] = held, memoryview(held.numpy())
             self._tensors[name].copy_(tensor.flatten().view(torch.uint8))
 
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Loaded tensors by name, as torch's modules tell them."""
+        return iter(list(self._tensors.items()))
+
     def load_files(self, body: dict[str, Any]) -> None:
         """Take the tensors of a checkpoint."""
         self._load()

@@ -22,10 +22,6 @@ from typing import Any, Protocol
 
 from services.rollout.core.completion import NOTHING, Generation, GenerationRequest, Recording, RequestLimits
 
-CHECKSUM_ALGORITHM = "sha256-64"
-"""First 8 bytes of SHA-256 over a tensor's bytes: engines on the CPU."""
-TILED_CHECKSUM_ALGORITHM = "sglang-tiled-64"
-"""SGLang's own hash of a tensor on a GPU; `services.trainer.ranks.checksums` defines it."""
 ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
 """Bytes of one element by dtype."""
 PAUSE_MODES = ("retract", "in_place", "abort")
@@ -99,11 +95,23 @@ FilePiece = tuple[str, int, int]
 """Path, offset and length of one bucket in a file."""
 
 
+@dataclass(frozen=True)
+class Activation:
+    """How staged bytes became weights: "loaded" by the model, or "copied", as copies were noted before. `checksums`: of
+    what the engine then holds, by engine name, or none."""
+
+    how: str
+    checksums: Mapping[str, str]
+
+
 class Staging(Protocol):
     """Receives weights in an engine's process beside those it serves; the engine serves on until `activate`.
 
     Methods raise `ServiceError` as an `Engine`'s do. It is in groups of its own, apart from the engine's.
     """
+
+    trusted: bool
+    """Its checksums were the engine's own when both were last made."""
 
     async def reserve(self, buckets: Buckets, timeout: float) -> None:
         """Takes memory for a plan, or keeps it; what was staged is forgotten. Raises RESOURCE_EXHAUSTED with a sentence
@@ -131,10 +139,10 @@ class Staging(Protocol):
         """Reads every bucket of the reserved plan from files; → seconds."""
         ...
 
-    async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
-        """Makes what was staged for `epoch` the engine's weights, within an update and while the engine is paused; →
-        how: "loaded" by the model, or "copied", as copies were noted before. `repeat` allows the latter: only for
-        callers that compare checksums then, and ask again without it when these differ."""
+    async def activate(self, epoch: int, timeout: float, *, repeat: bool, names: Sequence[str] = ()) -> Activation:
+        """Makes what was staged for `epoch` the engine's weights, within an update and while the engine is paused, and
+        makes checksums of the held tensors `names` where it can. `repeat` allows copies: only for callers that compare
+        checksums then, and ask again without it when these differ."""
         ...
 
 

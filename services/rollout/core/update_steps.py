@@ -16,7 +16,7 @@ from typing import TypeVar
 from services.common.errors import Code, ServiceError
 from services.common.telemetry import get_logger
 from services.common.weight_files.errors import files_missing
-from services.rollout.core.engine_port import Engine
+from services.rollout.core.engine_port import Activation, Engine
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.update_errors import checksum_mismatch, engine_timeout, update_aborted
@@ -106,12 +106,12 @@ class UpdateSteps:
         self, slot: EngineSlot, update: Update, version: int, expected: Mapping[str, str], timeout: float
     ) -> None:
         """Makes `version` what the engine serves, or raises CHECKSUM_MISMATCH."""
-        how = "loaded"
+        activation = None
         if update.staging is not None:
             await self._open(slot, update)
             self._touch(slot, update)
-            how = await self._activate(update, timeout, repeat=bool(update.rules))
-        await call(update, self._verify(slot, update, expected, how, timeout), timeout)
+            activation = await call(update, _activate(update, timeout, repeat=bool(update.rules)), timeout)
+        await call(update, self._verify(slot, update, expected, activation, timeout), timeout)
         await call(update, slot.alive.set_version(version), self._timeout)
         await call(update, slot.alive.resume(), self._timeout)
 
@@ -134,34 +134,35 @@ class UpdateSteps:
         update.touched = True
         slot.version, slot.incoming = 0, update.request.version
 
-    @staticmethod
-    async def _activate(update: Update, timeout: float, *, repeat: bool) -> str:
-        assert update.staging is not None
-        return await call(update, update.staging.activate(update.request.epoch, timeout, repeat=repeat), timeout)
-
     async def _verify(
-        self, slot: EngineSlot, update: Update, expected: Mapping[str, str], how: str, timeout: float
+        self,
+        slot: EngineSlot,
+        update: Update,
+        expected: Mapping[str, str],
+        activation: Activation | None,
+        timeout: float,
     ) -> None:
-        wrong = await self._wrong_tensors(slot, update, expected)
-        if wrong and how == "copied":
+        wrong = await self._wrong_tensors(slot, update, expected, activation)
+        if wrong and activation and activation.how == "copied":
             # Repeated copies may have missed what the engine changed meanwhile. The model's own way cannot.
             log.warning("repeated copies did not hold, loading instead", engine=slot.engine_id, tensors=len(wrong))
             update.opened = True
             await slot.alive.begin_update()
-            assert update.staging is not None
-            await update.staging.activate(update.request.epoch, timeout, repeat=False)
-            wrong = await self._wrong_tensors(slot, update, expected)
+            activation = await _activate(update, timeout, repeat=False)
+            wrong = await self._wrong_tensors(slot, update, expected, activation)
         if wrong:
             if self._files is not None and update.request.group is None:
                 self._files.forget()
             raise checksum_mismatch(slot, wrong, max(len(update.rules), len(expected)))
 
-    async def _wrong_tensors(self, slot: EngineSlot, update: Update, expected: Mapping[str, str]) -> list[str]:
+    async def _wrong_tensors(
+        self, slot: EngineSlot, update: Update, expected: Mapping[str, str], activation: Activation | None
+    ) -> list[str]:
         """Closes the update; → engine tensors whose bytes are not those that were sent."""
         engine = slot.alive
         await engine.end_update()
         update.opened = False
-        held = await engine.checksums() if update.rules else {}
+        held = await _held(engine, update, activation) if update.rules else {}
         names = {rule.engine_name for rule in update.rules} | set(expected)
         return sorted(name for name in names if held.get(name) != expected.get(name))
 
@@ -179,6 +180,24 @@ class UpdateSteps:
             log.warning("engine did not close an update", engine=slot.engine_id, error=str(error))
         if slot.state is EngineState.UPDATING:
             await self._fleet.invalidate(slot)
+
+
+async def _activate(update: Update, timeout: float, *, repeat: bool) -> Activation:
+    assert update.staging is not None
+    names = [rule.engine_name for rule in update.rules]
+    return await update.staging.activate(update.request.epoch, timeout, repeat=repeat, names=names)
+
+
+async def _held(engine: Engine, update: Update, activation: Activation | None) -> Mapping[str, str]:
+    """Checksums of what the engine holds: its own, which take long, until its receiver's have once been the same after
+    the model had loaded. A copy writes the same tensors again."""
+    staging, told = update.staging, activation.checksums if activation else {}
+    if told and staging and staging.trusted and activation and activation.how == "copied":
+        return told
+    held = await engine.checksums()
+    if staging:
+        staging.trusted = bool(told) and all(held.get(name) == value for name, value in told.items())
+    return held
 
 
 async def call(update: Update, work: Awaitable[ResultT], timeout: float) -> ResultT:

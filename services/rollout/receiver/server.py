@@ -82,8 +82,8 @@ class Receiver:
         self._parts_lock = threading.Lock()
         self._parts: tuple[Any, Any] | None = None
         self._staged_epoch: int | None = None
-        self._armed: tuple[int, bool] | None = None
-        """Epoch that the next `load` activates, and whether it may repeat copies."""
+        self._armed: dict[str, Any] | None = None
+        """What the next `load` does: the command `arm`."""
         self._result: dict[str, Any] | None = None
         self._commands: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "status": self._status,
@@ -137,9 +137,10 @@ class Receiver:
         with self._parts_lock:
             if self._parts is None:
                 from services.rollout.receiver.groups import Groups
+                from services.rollout.receiver.held import device_of
                 from services.rollout.receiver.staging import Staging
 
-                device = _device_of(self._model)
+                device = device_of(self._model)
                 self._parts = Groups(device), Staging(device)
             return self._parts
 
@@ -161,8 +162,11 @@ class Receiver:
         return {"engine_id": self._engine_id, "pid": os.getpid(), "groups": groups, "staged_epoch": self._staged_epoch}
 
     def _warm(self, _request: dict[str, Any]) -> dict[str, Any]:
-        """Answers when nothing has to be imported any more."""
+        """Answers when nothing has to be imported or built any more."""
         self._get_parts()
+        from services.rollout.receiver import held
+
+        held.prepare(held.device_of(self._model))
         return {}
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +242,7 @@ class Receiver:
     def _arm(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._staged_epoch is None or self._staged_epoch != request["epoch"]:
             raise Refused("NOT_STAGED", f"staged is epoch {self._staged_epoch}, not {request['epoch']}")
-        self._result, self._armed = None, (request["epoch"], bool(request["repeat"]))
+        self._result, self._armed = None, request
         return {}
 
     def activate(self, model: Any) -> None:
@@ -247,16 +251,18 @@ class Receiver:
         if armed is None:
             return
         try:
-            self._result = self._activate(model, *armed)
+            self._result = self._activate(model, armed)
         except Exception as error:
             self._result = {"error": f"{type(error).__name__}: {error}"}
 
-    def _activate(self, model: Any, epoch: int, repeat: bool) -> dict[str, Any]:
+    def _activate(self, model: Any, armed: dict[str, Any]) -> dict[str, Any]:
+        from services.rollout.receiver import held
+
         with self._alone(0.0):
-            if self._staged_epoch != epoch:
-                raise Refused("NOT_STAGED", f"epoch {epoch} is not staged any more")
-            how, seconds = self._get_parts()[1].activate(model, repeat=repeat)
-        return {"how": how, "seconds": seconds}
+            if self._staged_epoch != armed["epoch"]:
+                raise Refused("NOT_STAGED", f"epoch {armed['epoch']} is not staged any more")
+            how = self._get_parts()[1].activate(model, repeat=armed["repeat"])
+            return {"how": how, "checksums": held.checksums(model, armed["names"], armed["algorithm"])}
 
     def _take_result(self, _request: dict[str, Any]) -> dict[str, Any]:
         if self._result is None:
@@ -271,10 +277,3 @@ def _rank() -> int:
     distributed = sys.modules.get("torch.distributed")
     ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed.get_rank() if ready else 0
-
-
-def _device_of(model: Any) -> Any:
-    import torch
-
-    parameters = getattr(model, "parameters", None)
-    return next(parameters()).device if parameters else torch.device("cpu")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,10 +90,9 @@ class Staging:
                 position += size
 
     @torch.no_grad()
-    def activate(self, model: Any, *, repeat: bool) -> tuple[str, float]:
+    def activate(self, model: Any, *, repeat: bool) -> str:
         """Makes the staged bytes the model's weights, on the calling thread; → how ("copied": the noted copies,
-        "loaded": by the model) and seconds. `repeat`: noted copies may be used; False forgets them for good."""
-        begun = time.perf_counter()
+        "loaded": by the model). `repeat`: noted copies may be used; False forgets them for good."""
         if not repeat:
             self._copies = _Copies(nothing_else=False)
         if self._copies is None:
@@ -112,7 +110,7 @@ class Staging:
             how = "loaded"
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the next transfer may overwrite the buffers
-        return how, time.perf_counter() - begun
+        return how
 
 
 class _Notes(TorchDispatchMode):

@@ -18,10 +18,10 @@ from tetrarch.rollout.v1 import (
     weight_service_pb2_grpc,
 )
 
+from services.checksums.names import ALGORITHMS
 from services.common.channel import open_channel, service_error, translate_errors
 from services.common.errors import Code, ServiceError
 from services.trainer import convert
-from services.trainer.core.commands import CHECKSUM_ALGORITHMS
 from services.trainer.core.ports import Prepared, PrepareRequest, Received
 from services.trainer.core.records import EngineView, EvalResult, NodeView
 
@@ -82,12 +82,12 @@ class GrpcRollout:
         message = convert.prepare_to_proto(engine, request)
         response = await self._ask(engine, self._weights(engine).PrepareUpdate, message, timeout)
         algorithm = response.checksum_algorithm
-        if response.checksum_rules and algorithm not in CHECKSUM_ALGORITHMS:
+        if response.checksum_rules and algorithm not in ALGORITHMS:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "CHECKSUM_UNKNOWN",
                 f"Engine {engine.engine_id} checks weights by {algorithm!r}, which this trainer does not know; it knows"
-                f" {', '.join(CHECKSUM_ALGORITHMS)}.",
+                f" {', '.join(ALGORITHMS)}.",
                 engine_id=engine.engine_id,
             )
         return convert.prepared_from_proto(response)

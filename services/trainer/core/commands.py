@@ -27,9 +27,6 @@ from services.trainer.core.schedule import StepPlan
 KEY_VARIABLE = "TETRARCH_RANK_KEY"
 """Environment variable with the hex authentication key of the socket."""
 
-CHECKSUM_ALGORITHMS = ("sha256-64", "sglang-tiled-64")
-"""Algorithms of `Checksums`; `services.trainer.ranks.checksums` defines them."""
-
 
 @dataclass(frozen=True)
 class Hello:
@@ -205,7 +202,7 @@ class ChecksumRule:
 @dataclass(frozen=True)
 class Checksums:
     """Rank 0, aside, after StageWeights. `rules`: held tensor's name → how it is made up. `algorithm`: one of
-    CHECKSUM_ALGORITHMS. → dict of held tensor's name → 16 hex digits."""
+    `services.checksums.names`. → dict of held tensor's name → 16 hex digits."""
 
     rules: Mapping[str, ChecksumRule]
     algorithm: str

@@ -113,7 +113,7 @@ class PrepareRequest:
 class Prepared:
     """How an engine takes the bytes and checks what it then holds. `staged`: it serves on meanwhile. `rules`: held
     tensor's name → names whose bytes make it up; empty when it cannot say what it holds. `algorithm`: one of
-    `commands.CHECKSUM_ALGORITHMS`."""
+    `services.checksums.names`."""
 
     staged: bool = False
     algorithm: str = ""

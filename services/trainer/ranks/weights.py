@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from megatron.core import parallel_state
 
+from services.checksums import compute
 from services.common.errors import Code, ServiceError
 from services.trainer.core.buckets import BucketPlan, TensorSpec, plan_buckets
 from services.trainer.core.commands import ChecksumRule
-from services.trainer.ranks import checksums
 from services.trainer.ranks.model.hf_config import HfConfig
 from services.trainer.ranks.model.hf_weights import gather_weights, list_weights
 
@@ -72,7 +72,7 @@ class StagedWeights:
 
     def checksums(self, rules: Mapping[str, ChecksumRule], algorithm: str) -> dict[str, str]:
         """Checksum by rule name, over the named tensors' bytes, in order, and the padding. `algorithm`: see
-        `services.trainer.ranks.checksums`.
+        `services.checksums.compute`.
 
         Raises:
             ServiceError: UNKNOWN_TENSOR when a rule names a tensor that is not sent.
@@ -82,9 +82,9 @@ class StagedWeights:
         # In the order of the buckets, so that those that are there are worked on while others are gathered.
         for last, some in itertools.groupby(sorted(new, key=lambda rule: parts[rule][0]), lambda rule: parts[rule][0]):
             listed = list(some)
-            contents = [checksums.Content(parts[rule][1], rule.padding_bytes) for rule in listed]
+            contents = [compute.Content(parts[rule][1], rule.padding_bytes) for rule in listed]
             with self._after(last):
-                values = checksums.digests(contents, algorithm)
+                values = compute.digests(contents, algorithm)
             self._digests |= zip([(rule, algorithm) for rule in listed], values, strict=True)
         return {name: self._digests[rule, algorithm] for name, rule in rules.items()}
 

@@ -93,7 +93,7 @@ class RankWorker:
         self._device = runtime.start(layout, command.device, spec.trainer.seed)
         from megatron.core import parallel_state
 
-        from services.trainer.ranks import checksums
+        from services.checksums import compute
         from services.trainer.ranks import policy as policies
         from services.trainer.ranks.critic import CriticTrainer
         from services.trainer.ranks.fetch import SampleSource
@@ -111,7 +111,7 @@ class RankWorker:
         self._source = SampleSource(() if command.critic else spec.trainer.side_payloads)
         self._groups = WeightGroups(self._device)
         self._files = VersionFiles()
-        checksums.prepare(self._device)
+        compute.prepare(self._device)
         self._ready = True
         cuda = command.device == "cuda"
         return commands.SetupResult(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from services.common.errors import Code, ServiceError
+from services.rollout.core.engine_port import Activation
 from tests.contract.engine.conftest import NUMBERS
 from tests.contract.engine.test_generation import SECONDS, long_request, request
 from tests.contract.engine.test_pause import assert_versions
@@ -59,26 +61,27 @@ async def stage(staging, trainer: TrainerSide, tensors: dict) -> int:
     return epoch
 
 
-async def take_over(engine, epoch: int, *, repeat: bool = True) -> str:
+async def take_over(engine, epoch: int, *, repeat: bool = True, names: Sequence[str] = ()) -> Activation:
     """What Commit does to an engine."""
     await engine.pause("retract")
     await engine.flush_cache()
     await engine.begin_update()
-    how = await engine.staging.activate(epoch, SECONDS, repeat=repeat)
+    activation = await engine.staging.activate(epoch, SECONDS, repeat=repeat, names=names)
     await engine.end_update()
     await engine.set_version(await engine.version() + 1)
     await engine.resume()
-    return how
+    return activation
 
 
 async def test_what_was_staged_is_held_bit_for_bit_and_later_ones_are_copied(engine, staging, tensors, met):
     rules = await engine.checksum_rules(tensor_specs(tensors))
-    ways = []
+    names, ways = [rule.engine_name for rule in rules], []
     for weights in (changed(tensors, 0.01), changed(tensors, 0.02), tensors):
         epoch = await stage(staging, met, weights)
         assert await engine.checksums() != expected(engine, rules, weights)
-        ways.append(await take_over(engine, epoch))
-        assert await engine.checksums() == expected(engine, rules, weights)
+        activation = await take_over(engine, epoch, names=names)
+        ways.append(activation.how)
+        assert await engine.checksums() == activation.checksums == expected(engine, rules, weights)
     assert ways[1:] == ["copied", "copied"]
 
 
@@ -176,7 +179,7 @@ async def test_both_ways_of_updating_go_together(engine, staging, tensors, joine
     epoch = await stage(staging, met, tensors)
     await take_over(engine, epoch)
     if await engine.checksums() != expected(engine, rules, tensors):
-        assert await take_over(engine, epoch, repeat=False) == "loaded"
+        assert (await take_over(engine, epoch, repeat=False)).how == "loaded"
     assert await engine.checksums() == expected(engine, rules, tensors)
 
 

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from services.checksums.compute import ALGORITHMS, digest
 from services.common.errors import Code, ServiceError
 from services.rollout.core.engine_port import TensorSpec
-from services.trainer.ranks.checksums import ALGORITHMS, digest
 from tests.contract.engine.conftest import NUMBERS, meet, part
 from tests.contract.engine.test_generation import (
     PROMPT,

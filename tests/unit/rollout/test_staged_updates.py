@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import Code, ServiceError
+from services.rollout.core.engine_port import Activation
 from services.rollout.core.engine_state import EngineState
 from tests.unit.rollout.test_update_groups import Node
 
@@ -12,12 +13,15 @@ STANDSTILL = ["pause", "flush_cache", "begin_update", "activate", "end_update", 
 
 
 class ScriptedStaging:
-    """Notes what it is asked among what its engine is asked. `copies`: it repeats copies when it may."""
+    """Notes what it is asked among what its engine is asked. `copies`: it repeats copies when it may; `told`: its
+    checksums."""
 
     def __init__(self, engine):
         self.engine = engine
         self.failing: dict[str, Code] = {}
         self.copies = False
+        self.trusted = False
+        self.told: dict[str, str] = {}
         self.repeats: list[bool] = []
 
     def _note(self, name):
@@ -41,10 +45,11 @@ class ScriptedStaging:
         self._note("receive")
         return 0.5
 
-    async def activate(self, epoch, timeout, *, repeat):
+    async def activate(self, epoch, timeout, *, repeat, names=()):
         self._note("activate")
         self.repeats.append(repeat)
-        return "copied" if repeat and self.copies else "loaded"
+        assert list(names) == ["a"]
+        return Activation("copied" if repeat and self.copies else "loaded", self.told)
 
 
 @pytest.fixture
@@ -142,3 +147,48 @@ async def test_bytes_that_are_wrong_both_ways_are_never_served(node):
     assert caught.value.reason == "CHECKSUM_MISMATCH"
     assert (node.slot.state, node.slot.version) == (EngineState.STALE, 0)
     assert node.engine.staging.repeats[1:] == [True, False]
+
+
+def count_checksums(engine, held: dict[str, str]) -> list[str]:
+    """Has the engine hold `held`; → grows with every time that it is asked."""
+    asked = []
+
+    async def checksums():
+        asked.append("checksums")
+        return held
+
+    engine.checksums = checksums
+    return asked
+
+
+async def test_a_receivers_checksums_count_once_they_were_the_engines_own(node):
+    staging = node.engine.staging
+    asked = count_checksums(node.engine, {"a": "1"})
+    staging.told = {"a": "1"}
+    await node.update("g")
+    assert (asked, staging.trusted) == (["checksums"], True)
+    staging.copies = True
+    await node.update("g")
+    assert asked == ["checksums"]
+    assert (node.slot.state, node.slot.version) == (EngineState.READY, 3)
+
+
+async def test_a_receiver_that_tells_other_checksums_is_not_believed(node):
+    staging = node.engine.staging
+    asked = count_checksums(node.engine, {"a": "1"})
+    staging.told, staging.copies = {"a": "2"}, True
+    await node.update("g")
+    await node.update("g")
+    assert len(asked) == 2
+    assert not staging.trusted
+    assert (node.slot.state, node.slot.version) == (EngineState.READY, 3)
+
+
+async def test_copies_that_a_trusted_receiver_finds_wrong_are_loaded_again(node):
+    staging = node.engine.staging
+    asked = count_checksums(node.engine, {"a": "1"})
+    staging.trusted, staging.told, staging.copies = True, {"a": "old"}, True
+    await node.update("g")
+    assert staging.repeats[1:] == [True, False]
+    assert (asked, staging.trusted) == (["checksums"], False)
+    assert (node.slot.state, node.slot.version) == (EngineState.READY, 2)

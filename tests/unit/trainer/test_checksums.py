@@ -7,8 +7,8 @@ import hashlib
 import pytest
 import torch
 
-from services.trainer.ranks import checksums
-from services.trainer.ranks.checksums import Content, digest, digests
+from services.checksums import compute
+from services.checksums.compute import Content, digest, digests
 
 # Made by `gpu_tensor_hash`'s own Triton kernels of SGLang 0.5.15.post1 under TRITON_INTERPRET=1 (triton 3.6.0, on a
 # CPU) from `data(n)`, filled up to whole words as it does: no byte, less than a word, one tile, a tile and a byte, ...
@@ -36,9 +36,9 @@ def test_tiled_checksum_equals_the_kernels(count):
     assert digest([data(count)], 0, "sglang-tiled-64") == KERNEL_VALUES[count]
 
 
-@pytest.mark.parametrize("chunk", [8192, 3 * 8192, checksums._CHUNK_WORDS])
+@pytest.mark.parametrize("chunk", [8192, 3 * 8192, compute._CHUNK_WORDS])
 def test_parts_and_padding_are_one_tensor_whatever_the_chunks(monkeypatch, chunk):
-    monkeypatch.setattr(checksums, "_CHUNK_WORDS", chunk)
+    monkeypatch.setattr(compute, "_CHUNK_WORDS", chunk)
     whole = data(70_001)
     parts = [whole[:11], whole[11:40_000], whole[40_000:]]
     # The kernels' value of the same bytes and 777 zeros.
@@ -46,9 +46,9 @@ def test_parts_and_padding_are_one_tensor_whatever_the_chunks(monkeypatch, chunk
     assert digest([torch.cat([whole, torch.zeros(777, dtype=torch.uint8)])], 0, "sglang-tiled-64") == "df3ded8c30e17582"
 
 
-@pytest.mark.parametrize("chunk", [8192, checksums._CHUNK_WORDS])
+@pytest.mark.parametrize("chunk", [8192, compute._CHUNK_WORDS])
 def test_contents_of_one_size_are_told_apart_and_stay_in_order(monkeypatch, chunk):
-    monkeypatch.setattr(checksums, "_CHUNK_WORDS", chunk)
+    monkeypatch.setattr(compute, "_CHUNK_WORDS", chunk)
     counts = [100_002, 5, 0, 100_002, 1024, 5]
     contents = [Content([data(count)]) for count in counts]
     contents[3] = Content([data(100_002).flip(0)])
