@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from services.common.fault_points import reach
 from services.common.records import Sample
@@ -24,7 +23,7 @@ from services.trainer.ranks.by_sample import by_sample, of_pack
 from services.trainer.ranks.model.context import context_cut
 from services.trainer.ranks.nonfinite import check_finite
 from services.trainer.ranks.policy import Policy, logits_of
-from services.trainer.ranks.statistics import Collected, PackStatistics, Reduced, pack_statistics, reduce_statistics
+from services.trainer.ranks.statistics import Collected, Reduced, pack_statistics, reduce_statistics
 from services.trainer.ranks.timing import PartTimer
 
 
@@ -85,7 +84,7 @@ class CriticTrainer:
             rates.append(self._policy.next_learning_rate())
             self._policy.zero_grad()
             with timer.part("forward_backward"):
-                statistics.append(self._forward_backward(step))
+                statistics.append(self._policy.forward_backward(self._forward_step, step))
             with timer.part("optimizer"):
                 broken = [(one.pack.sample_ids, s.broken) for one, s in zip(step, statistics[-1], strict=True)]
                 check_finite(broken, f"The critic's loss of optimizer step {self._policy.optimizer_steps}")
@@ -99,17 +98,6 @@ class CriticTrainer:
         """float32 [k] of the whole pack."""
         (values,) = pack.layout.all_rows(logits_of(model, pack)[:, 0])
         return values
-
-    def _forward_backward(self, work: list[_Valued]) -> list[PackStatistics]:
-        return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(work),
-            model=self._policy.wrapped,
-            num_microbatches=len(work),
-            seq_length=1,  # of pipelines with a fixed length; ours is variable
-            micro_batch_size=1,
-            forward_only=False,
-        )
 
     def _forward_step(self, iterator: Iterator[_Valued], model: torch.nn.Module):
         one = next(iterator)

@@ -6,13 +6,15 @@ Knows how to run the model over a pack and how to make one optimizer step; knows
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from services.common.errors import Code, ServiceError
@@ -26,6 +28,9 @@ from services.trainer.ranks.model.hf_config import HfConfig, read_hf_config
 from services.trainer.ranks.model.hf_weights import list_weights, load_weights
 from services.trainer.ranks.model.value_head import build_value_model
 from services.trainer.ranks.routing_replay import replaying
+
+ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[[torch.Tensor], tuple]]]
+"""Megatron's: → the model's output, and the function that makes loss, divisor and anything else of it."""
 
 
 @dataclass
@@ -65,6 +70,19 @@ class Policy:
         """Clears gradients before an optimizer step."""
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def forward_backward(self, forward_step: ForwardStep, work: Sequence[Any]) -> list[Any]:
+        """Gradients of one optimizer step over the micro-batches `work`, which `forward_step` takes from its iterator
+        one by one; → what each one's loss function said beside the loss."""
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(work),
+            model=self.wrapped,
+            num_microbatches=len(work),
+            seq_length=1,  # of pipelines with a fixed length; ours is variable
+            micro_batch_size=1,
+            forward_only=False,
+        )
 
     def update(self) -> float:
         """Clips and applies the gradients; returns their norm before clipping.

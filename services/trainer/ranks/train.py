@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from services.common.records import Sample
 from services.common.run_spec import RunSpec
@@ -101,7 +100,7 @@ class StepTrainer:
             rates.append(self._policy.next_learning_rate())
             self._policy.zero_grad()
             with timer.part("forward_backward"):
-                statistics.append(self._forward_backward(step))
+                statistics.append(self._policy.forward_backward(self._forward_step, step))
             with timer.part("optimizer"):
                 self._check(step, statistics[-1])
                 norms.append(self._policy.update())
@@ -165,18 +164,6 @@ class StepTrainer:
             [Work(p, s, next(targets), index == 0, next(corrections)) for p, s in zip(*pair, strict=True)]
             for index, pair in enumerate(zip(packs, scores, strict=True))
         ]
-
-    def _forward_backward(self, work: list[Work]) -> list[PackStatistics]:
-        """Gradients of one optimizer step; returns this rank's statistics by pack."""
-        return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(work),
-            model=self._policy.wrapped,
-            num_microbatches=len(work),
-            seq_length=1,  # of pipelines with a fixed length; ours is variable
-            micro_batch_size=1,
-            forward_only=False,
-        )
 
     def _forward_step(self, iterator: Iterator[Work], model: torch.nn.Module):
         work = next(iterator)
