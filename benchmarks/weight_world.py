@@ -35,7 +35,7 @@ from services.console.supervisor import Patience, Supervisor
 from services.console.tiers import Layout, Ports, embedded_tiers
 from services.trainer.adapters.local_ranks import LocalRanks
 from services.trainer.adapters.rollout_client import GrpcRollout
-from services.trainer.core.commands import Setup, Shutdown
+from services.trainer.core.commands import Checksums, Command, ListWeights, Setup, Shutdown
 from services.trainer.core.records import EngineView
 from services.trainer.core.weights import UpdateSettings, WeightUpdater
 
@@ -66,13 +66,30 @@ class Wanted:
     """Further settings of the run's rollout part."""
 
 
+class RememberedRanks(LocalRanks):
+    """A rank whose last command for checksums is kept, so that it can be given before a transfer."""
+
+    checksums: Checksums | None = None
+
+    async def call(self, rank: int, command: Command, timeout: float) -> Any:
+        if isinstance(command, Checksums):
+            self.checksums = command
+        return await super().call(rank, command, timeout)
+
+    async def finish(self, timeout: float) -> None:
+        """Returns when the staged weights are gathered and their checksums made."""
+        await self.call(0, ListWeights(), timeout)  # comes after what is gathered
+        if self.checksums:
+            await self.call(0, self.checksums, timeout)
+
+
 @dataclass(frozen=True)
 class World:
     """Both sides."""
 
     addresses: Mapping[str, str]
     rollout: GrpcRollout
-    ranks: LocalRanks
+    ranks: RememberedRanks
     updater: WeightUpdater
     envs: tuple[Mapping[str, str], Mapping[str, str]]
     """Environments of trainer and engines: their devices."""
@@ -170,9 +187,11 @@ async def _begin(address: str, spec: RunSpec) -> int:
 
 
 @asynccontextmanager
-async def _trainer_rank(spec: RunSpec, logs: Path, env: Mapping[str, str]) -> AsyncIterator[tuple[LocalRanks, Any]]:
+async def _trainer_rank(
+    spec: RunSpec, logs: Path, env: Mapping[str, str]
+) -> AsyncIterator[tuple[RememberedRanks, Any]]:
     """One rank with the model on it, and what it says of itself."""
-    ranks = LocalRanks(1, logs)
+    ranks = RememberedRanks(1, logs)
     before = dict(os.environ)
     os.environ.update(env)  # the rank inherits it
     try:
