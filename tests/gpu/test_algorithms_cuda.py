@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
 
 pytestmark = pytest.mark.timeout(310)
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
+"""On the CPU, weights that differ by 3e-7 of themselves change every metric but one by less than 0.35 of these."""
+STEEP = {"mis_chi2_seq": 1e-3}
+"""Both, of what is the exponential of twice a whole sample's sum: rounding grows with it, and 1 is taken off."""
 OWN = {
     "ppo": {
         "value_loss",
@@ -50,7 +53,13 @@ def found(root: Path) -> dict[str, dict]:
 @pytest.mark.parametrize("case", ["ppo", *CASES, *REPLAYS])
 def test_steps_equal_the_cpus(found: dict[str, dict], case: str) -> None:
     steps, expected = found["cuda"][case], found["cpu"][case]
+    assert isinstance(steps, list), steps
     assert len(steps) == len(expected) == STEPS
     for ours, theirs in zip(steps, expected, strict=True):
         assert OWN.get(case, set()) | {"loss", "grad_norm", "entropy", "ppo_kl"} <= theirs.keys()
-        assert ours == pytest.approx(theirs, rel=RELATIVE, abs=ABSOLUTE)
+        assert ours.keys() == theirs.keys()
+        wanted = {
+            name: pytest.approx(number, rel=STEEP.get(name, RELATIVE), abs=STEEP.get(name, ABSOLUTE))
+            for name, number in theirs.items()
+        }
+        assert {name: (n, theirs[name]) for name, n in ours.items() if n != wanted[name]} == {}
