@@ -18,6 +18,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_PORT_TRIES = 100
 
 
 def _die_with_parent() -> None:
@@ -25,11 +26,15 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def free_port(host: str = "127.0.0.1", highest: int = 65535) -> int:
+    """A TCP port up to `highest` that was free a moment ago. Raises OSError when the system offers none."""
+    with contextlib.ExitStack() as higher:  # held meanwhile, or they would be offered again
+        for _ in range(_PORT_TRIES):
+            probe = higher.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind((host, 0))
+            if (port := probe.getsockname()[1]) <= highest:
+                return port
+    raise OSError(f"none of {_PORT_TRIES} free ports is at most {highest}")
 
 
 def hold_port(host: str = "127.0.0.1") -> socket.socket:

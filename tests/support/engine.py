@@ -27,7 +27,7 @@ from services.rollout.adapters.checkpoint import installed_version
 from services.rollout.adapters.sglang_launch import SGLangFactory
 from services.rollout.adapters.sglang_release import RELEASES, Release, release_of
 from services.rollout.adapters.simulated import SimulatedFactory
-from services.rollout.core.engine_port import Engine, LaunchSpec
+from services.rollout.core.engine_port import HIGHEST_PORT, Engine, LaunchSpec
 from tests.support.weight_group import TrainerSide
 
 # No multiple of 64: SGLang then holds rows of zeros that the checkpoint does not have.
@@ -254,7 +254,7 @@ def start_engine(kind: str, checkpoint: Path, directory: Path, **spec_options) -
     traits = KINDS[kind]
     options = {"group_timeout": traits.group_seconds, "sglang": traits.sglang} | spec_options
     spec = LaunchSpec(model_path=checkpoint, device=traits.device, **options)
-    port = free_port()
+    port = free_port(highest=HIGHEST_PORT)
     launch = traits.factory().build(0, port, spec)
     log_path = directory / f"{kind}-{port}.log"
     with log_path.open("wb") as log:

@@ -24,6 +24,8 @@ from services.rollout.core.completion import NOTHING, Generation, GenerationRequ
 
 ITEM_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8, "float64": 8}
 """Bytes of one element by dtype."""
+HIGHEST_PORT = 55535
+"""Of an engine: SGLang 0.5.15 ends at its start when there is no port 10,000 above."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 

@@ -17,7 +17,7 @@ from services.common.errors import Code, ServiceError
 from services.common.process import ManagedProcess, free_port
 from services.common.process_group import any_stopped, members
 from services.common.telemetry import get_logger
-from services.rollout.core.engine_port import EngineFactory
+from services.rollout.core.engine_port import HIGHEST_PORT, EngineFactory
 from services.rollout.core.engine_state import EngineEvent, EngineState
 from services.rollout.core.fleet import EngineSlot, Fleet
 from services.rollout.core.run_settings import FleetSettings
@@ -103,7 +103,7 @@ class Supervisor:
         """STARTING to STALE, or raises with the reason and the last lines of output."""
         slot.see(EngineEvent.STARTED)
         slot.reborn(self._fleet.new_incarnation())
-        launch = self._factory.build(slot.index, free_port(), self._settings.launch)
+        launch = self._factory.build(slot.index, free_port(highest=HIGHEST_PORT), self._settings.launch)
         log_path = self._log_dir / f"{slot.engine_id}.log" if self._log_dir else None
         env = {**launch.env, ENGINE_ID: slot.engine_id}
         slot.process = ManagedProcess(slot.engine_id, launch.argv, env=env, log_path=log_path)
