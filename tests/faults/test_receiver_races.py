@@ -57,6 +57,9 @@ class Engine:
     async def ask(self, command: str, **fields):
         return await self._socket.ask(command, 15.0, **fields)
 
+    async def arm(self, epoch: int) -> None:
+        await self.ask("arm", epoch=epoch, repeat=False, names=["a"], algorithm="sha256-64")
+
     async def stage(self, epoch: int) -> None:
         """From a file whose bytes all are `epoch`."""
         await self.ask("reserve", buckets=[[("a", "uint8", [SIZE])]])
@@ -75,7 +78,7 @@ def engine(tmp_path, monkeypatch) -> Engine:
 async def test_an_activation_that_comes_after_its_update_was_given_up_does_nothing(engine, then):
     """The scheduler was busy as the update was aborted, and calls now, while the engine serves."""
     await engine.stage(1)
-    await engine.ask("arm", epoch=1, repeat=False)
+    await engine.arm(1)
     if then == "next":
         await engine.stage(2)
     else:
@@ -85,7 +88,7 @@ async def test_an_activation_that_comes_after_its_update_was_given_up_does_nothi
     engine.load()
     assert not engine.model.held.any()
     await engine.stage(3)
-    await engine.ask("arm", epoch=3, repeat=False)
+    await engine.arm(3)
     engine.load()
     assert (engine.model.held == 3).all()
     assert (await engine.ask("result"))["how"] == "loaded"
@@ -94,7 +97,7 @@ async def test_an_activation_that_comes_after_its_update_was_given_up_does_nothi
 async def test_leaving_waits_for_an_activation_that_has_begun(engine):
     """Else the next transfer would write into what is being read."""
     await engine.stage(1)
-    await engine.ask("arm", epoch=1, repeat=False)
+    await engine.arm(1)
     engine.model.go_on.clear()
     loading = asyncio.create_task(asyncio.to_thread(engine.load))
     await asyncio.to_thread(engine.model.loading.wait, 10.0)

@@ -51,5 +51,5 @@ async def ping(port: int, timeout: float = 1.0) -> str:
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
     except (OSError, TimeoutError) as error:
-        return f"127.0.0.1:{port} does not answer ({error or type(error).__name__})"
+        return f"127.0.0.1:{port} does not answer ({str(error) or type(error).__name__})"
     return "" if answer == "+PONG" else answer.lstrip("-")

@@ -57,7 +57,7 @@ class HttpClient:
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "ENGINE_UNAVAILABLE",
-                f"{self.subject} at {self.url} does not answer {path}: {error or type(error).__name__}.",
+                f"{self.subject} at {self.url} does not answer {path}: {str(error) or type(error).__name__}.",
                 url=self.url,
                 path=path,
             ) from error

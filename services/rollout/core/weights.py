@@ -239,7 +239,7 @@ class WeightUpdates:
         except BaseException as error:
             if update is not None:
                 update.over = True  # for a call that waits its turn, and comes before the cleanup
-                ending = self._ended(slot, lane, update, f"{what}: {error or type(error).__name__}")
+                ending = self._ended(slot, lane, update, f"{what}: {str(error) or type(error).__name__}")
                 if isinstance(error, Exception):
                     await ending
             raise
