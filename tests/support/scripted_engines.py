@@ -15,6 +15,7 @@ from typing import Any
 
 from services.common.errors import Code, ServiceError
 from services.rollout.core.engine_port import (
+    Activation,
     Buckets,
     ChecksumRule,
     EngineInfo,
@@ -264,7 +265,7 @@ def _refused(why: str) -> ServiceError:
 
 class ScriptedStaging:
     """`engine_port.Staging` of a process: a receiver beside the scheduler. What it is told overtakes what it was told
-    before, now and then; `activate` waits for the scheduler."""
+    before, now and then; `activate` waits for the scheduler and tells checksums, unless it cannot."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -273,6 +274,7 @@ class ScriptedStaging:
         self._busy = asyncio.Lock()
         self._bytes: dict[str, str] = {}
         self._epoch: int | None = None
+        self.trusted = False
 
     async def reserve(self, buckets: Buckets, timeout: float) -> None:
         async def effect() -> None:
@@ -336,8 +338,8 @@ class ScriptedStaging:
         await self._process.ask(effect, timeout + 1.0, ordered=False)
         return 0.1
 
-    async def activate(self, epoch: int, timeout: float, *, repeat: bool) -> str:
-        async def effect() -> str:
+    async def activate(self, epoch: int, timeout: float, *, repeat: bool, names: Sequence[str] = ()) -> Activation:
+        async def effect() -> Activation:
             async with self._process.scheduler:
                 if self._epoch != epoch or self._busy.locked():
                     raise _refused(f"epoch {epoch} is not staged")
@@ -345,7 +347,8 @@ class ScriptedStaging:
                     for name, word in self._bytes.items():
                         await asyncio.sleep(self._process.wires.moment(0.01))
                         self._process.held[name] = "old" if repeat and self._process.wires.strike(0.02) else word
-            return "copied" if repeat else "loaded"
+                    told = {} if self._process.wires.strike(0.2) else checksums(self._process.held)
+            return Activation("copied" if repeat else "loaded", {name: told[name] for name in names if told})
 
         return await self._process.ask(effect, timeout)
 
