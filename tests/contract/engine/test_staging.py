@@ -99,6 +99,7 @@ async def test_an_engine_serves_its_version_while_the_next_one_arrives(engine, e
     (short,) = await engine.generate(request(), SECONDS)
     assert {span.version for span in short.versions} == {500}
     running = asyncio.ensure_future(engine.generate(long_request(engine_process), SECONDS))
+    await asyncio.sleep(0.2)  # its first tokens are of the old version
     await send(met, buckets[1:])
     await receiving
     assert await engine.checksums() == before
