@@ -12,6 +12,7 @@ import json
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from services.rollout.receiver.server import DIRECTORY, TOKEN, socket_path
 _LONGEST_PATH = 100
 """Of a Unix socket are 107 bytes allowed."""
 _LINE_BYTES = 1 << 20
+_MAKING = threading.Lock()
 _CODES = {"NO_MEMORY": Code.RESOURCE_EXHAUSTED}
 
 
@@ -38,7 +40,8 @@ def _base() -> tuple[Path, str]:
 
 def receiver_environment(port: int) -> dict[str, str]:
     """What the engine at `port` must find in its environment; makes its folder."""
-    base, token = _base()
+    with _MAKING:  # two threads at once would make two
+        base, token = _base()
     folder = base / str(port)
     folder.mkdir(exist_ok=True)
     return {DIRECTORY: str(folder), TOKEN: token}
