@@ -4,14 +4,11 @@ the engine takes updated experts."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from services.console.core.history import load_history
+from tests.integration.embedded import train, write_sums
 from tests.support.engine import missing, write_checkpoint
 
 RUN = """\
@@ -66,21 +63,10 @@ def write_mixture(directory: Path) -> None:
 @pytest.mark.timeout(300)
 def test_experts_chosen_by_the_engine_are_trained_and_sent_back(tmp_path):
     write_mixture(tmp_path / "model")
-    lines = [json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(lines))
+    write_sums(tmp_path, 8)
     (tmp_path / "taste.py").write_text(TASTE)
     (tmp_path / "run.yaml").write_text(RUN)
-    done = subprocess.run(
-        [sys.executable, "-m", "services.console", "train", "run.yaml", "--run-id", "mixture"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(tmp_path)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout
-    history = load_history(tmp_path / "runs" / "mixture")
+    history = train(tmp_path, "mixture", seconds=280)
     names = ("policy_version", "grad_norm", "log_prob_abs_diff_max", "update_verified_tensor_count")
     versions, norms, differences, verified = ([value for _, value in history.series(name)] for name in names)
     assert versions == [2, 3, 4]

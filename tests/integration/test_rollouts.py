@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from services.console.core.history import load_history
+from tests.integration.embedded import train, write_sums
 from tests.support.engine import write_checkpoint
 
 RUN = """\
@@ -49,21 +46,10 @@ async def generate(context, prompt, sampling):
 @pytest.mark.timeout(240)
 def test_rollouts_of_several_samples_are_trained_against_a_greedy_one(tmp_path):
     write_checkpoint(tmp_path / "model")
-    lines = [json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(lines))
+    write_sums(tmp_path, 8)
     (tmp_path / "forked.py").write_text(FORKED)
     (tmp_path / "run.yaml").write_text(RUN)
-    done = subprocess.run(
-        [sys.executable, "-m", "services.console", "train", "run.yaml", "--run-id", "forked"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(tmp_path)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=220,
-    )
-    assert done.returncode == 0, done.stdout
-    history = load_history(tmp_path / "runs" / "forked")
+    history = train(tmp_path, "forked", seconds=220)
     metrics = {name: dict(history.series(name)) for name in ("reward_mean", "greedy_reward_mean", "trained_tokens")}
     for step in range(2):
         rows = [json.loads(line) for line in (tmp_path / "kept" / f"{step}.jsonl").open()]
