@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.algorithm_cases import Case, distance
 from benchmarks.algorithm_cases.batch import WIDTH, Ragged
-from services.trainer.core.algorithms.normalizers import Normalizer, sample_weights, token_weights
+from services.common.run_spec.algorithm import Normalizer
+from services.trainer.core.algorithms.normalizers import sample_weights, token_weights
 from services.trainer.core.algorithms.overlong import overlong_penalty
 from services.trainer.core.algorithms.policy_losses import (
     PolicyLossSettings,

@@ -11,7 +11,8 @@ import torch
 from benchmarks.algorithm_cases import Case, distance
 from benchmarks.algorithm_cases.batch import WIDTH, Ragged
 from benchmarks.algorithm_cases.policy_losses import reduced
-from services.trainer.core.algorithms.normalizers import Normalizer, sample_weights, token_weights
+from services.common.run_spec.algorithm import Normalizer
+from services.trainer.core.algorithms.normalizers import sample_weights, token_weights
 from services.trainer.core.algorithms.value_loss import explained_variance, value_sums, value_terms
 
 CLIP = 0.3

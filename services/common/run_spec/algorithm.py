@@ -22,6 +22,7 @@ ADVANTAGE_ESTIMATORS = (
     "custom",
 )
 Level = Literal["token", "sequence", "geometric"]
+Normalizer = Literal["token_mean", "sample_mean", "rollout_mean", "constant"]
 
 
 class AlgorithmSettings(StrictModel):
@@ -58,7 +59,7 @@ class AlgorithmSettings(StrictModel):
     """Weight of the entropy bonus."""
     calculate_per_token_loss: bool = False
     """Mean over all tokens of the step; the same as loss_normalizer token_mean."""
-    loss_normalizer: Literal["token_mean", "sample_mean", "rollout_mean", "constant"] | None = None
+    loss_normalizer: Normalizer | None = None
     """What a sum over tokens is divided by. token_mean: the step's trained tokens. sample_mean: tokens of the sample,
     then samples of the step. rollout_mean: the same with all samples of one rollout as one. constant: loss_constant
     times samples. Not set: token_mean with calculate_per_token_loss, constant with dr_grpo, else sample_mean."""
@@ -148,7 +149,7 @@ class AlgorithmSettings(StrictModel):
         return value
 
     @property
-    def normalizer(self) -> str:
+    def normalizer(self) -> Normalizer:
         """`loss_normalizer`, or what stands for it."""
         if self.loss_normalizer:
             return self.loss_normalizer

@@ -41,14 +41,14 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int, encoding: str) -> 
             continue
         values = now[positions] ^ was[positions] if encoding == "xor" else now[positions]
         planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, item_bytes).T)
-        gaps = packer.compress(_to_leb128(np.diff(positions, prepend=0).astype(np.uint32)))
-        packed = packer.compress(planes)
+        gaps = packer.compress(_to_leb128(np.diff(positions, prepend=0).astype(np.uint32)).data)
+        packed = packer.compress(planes.data)
         parts += [_HEADER.pack(number, len(positions), len(gaps), len(packed)), gaps, packed]
         total += len(positions)
     return b"".join(parts), total
 
 
-def apply(target: np.ndarray, delta: memoryview | bytes, item_bytes: int, encoding: str) -> int:
+def apply(target: np.ndarray, delta: memoryview | bytes | bytearray, item_bytes: int, encoding: str) -> int:
     """Changes `target`, uint8 [n], in place; → changed elements. Raises ValueError for a delta that is none."""
     elements, total = target.view(_WORDS[item_bytes]), 0
     for number, count, gaps, packed in _chunks(memoryview(delta)):

@@ -13,6 +13,7 @@ def base_mismatch(version: int, why: str, **metadata: object) -> ServiceError:
         f"Version {version} cannot be made from what is here: {why}.",
         version=version,
         why=why,
+        retry_seconds=None,  # so that `metadata` cannot hold it
         **metadata,
     )
 
@@ -25,6 +26,7 @@ def files_corrupt(path: object, why: str, **metadata: object) -> ServiceError:
         f"The weights in {path} are damaged: {why}.",
         path=path,
         why=why,
+        retry_seconds=None,  # so that `metadata` cannot hold it
         **metadata,
     )
 

@@ -98,9 +98,9 @@ def _apply_one(target, tensor: Tensor, source, change: Tensor, changes: Manifest
             why = f"tensor {tensor.name} did not change since version {changes.base_version}, but other bytes are here"
             raise base_mismatch(changes.version, why, tensor=tensor.name)
         return
-    data = np.frombuffer(_read(target, tensor), np.uint8)
+    data = _read(target, tensor)
     try:
-        delta.apply(data, _read(source, change), tensor.item_bytes, changes.encoding)
+        delta.apply(np.frombuffer(data, np.uint8), _read(source, change), tensor.item_bytes, changes.encoding)
     except ValueError as error:
         raise files_corrupt(source.name, f"the changes of tensor {tensor.name} make no sense ({error})") from error
     if checksum(data) != change.checksum:
@@ -159,7 +159,7 @@ def _read_bytes(handle, offset: int, length: int) -> bytearray:
     return data
 
 
-def _write_at(handle: int, data: bytearray | np.ndarray, offset: int) -> None:
+def _write_at(handle: int, data: bytearray, offset: int) -> None:
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(handle, view[done:], offset + done)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -42,6 +43,7 @@ _WORTHWHILE = 0.6
 """Share of the tensors' bytes above which a delta is not written."""
 
 
+MadeT = TypeVar("MadeT", bound="Manifest | None")
 _LEFT_BEHIND = re.compile(r"\.version-(\d+)\.(?:writing|removing)")
 
 
@@ -145,7 +147,7 @@ def _write_shards(directory: Path, buckets: Sequence[Bucket]) -> tuple[VersionFi
     def one(index: int) -> VersionFile:
         tensors = [_with(tensor, checksum=checksum(data)) for tensor, data in buckets[index].parts()]
         header, shard = shard_of(shard_name(index, count), tensors)
-        _write_file(directory / shard.name, [header, buckets[index].data])
+        _write_file(directory / shard.name, [header, buckets[index].data.data])
         return shard
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -171,7 +173,7 @@ def _with(tensor: Tensor, checksum: str, offset: int = 0, length: int = 0, chang
     return Tensor(tensor.name, tensor.dtype, tensor.shape, checksum, offset, length, changed)
 
 
-def _write_file(path: Path, parts: Sequence[bytes | np.ndarray]) -> None:
+def _write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     with open(path, "wb", buffering=0) as file:
         for part in parts:
             view = memoryview(part).cast("B")
@@ -180,8 +182,8 @@ def _write_file(path: Path, parts: Sequence[bytes | np.ndarray]) -> None:
         os.fsync(file.fileno())
 
 
-def _publish(place: Place, content: Callable[[Path], Manifest | None]) -> Manifest | None:
-    """Fills a temporary directory and gives it its name."""
+def _publish(place: Place, content: Callable[[Path], MadeT]) -> MadeT:
+    """Fills a temporary directory and gives it its name, unless there is no manifest."""
     target = place.directory
     scratch = target.with_name(f".{target.name}.writing")
     try:
@@ -189,7 +191,7 @@ def _publish(place: Place, content: Callable[[Path], Manifest | None]) -> Manife
         scratch.mkdir(parents=True)
         manifest = content(scratch)
         if manifest is None:
-            return None
+            return manifest
         write_manifest(scratch, manifest)
         shutil.rmtree(target, ignore_errors=True)  # of a version that was written before and never served
         os.rename(scratch, target)

@@ -64,7 +64,8 @@ def step_inputs(batch: Batch, spec: RunSpec, settings: ScheduleSettings) -> Step
     if not supervised:
         metrics |= reward_metrics(scored, advantages) | staleness_metrics(batch)
     if not supervised and spec.reward.overlong_buffer_len:
-        penalties = [s.reward - r.reward for s, r in zip(shaped, scored, strict=True) if s.reward is not None]
+        pairs = [(s.reward, r.reward) for s, r in zip(shaped, scored, strict=True)]
+        penalties = [after - before for after, before in pairs if after is not None and before is not None]
         metrics["overlong_penalty_mean"] = _mean(penalties)
     critic_plan = None
     if spec.trainer.needs_critic:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.common.errors import Code, ServiceError
-from services.trainer.core.algorithms.normalizers import Normalizer, sample_weights
+from services.common.run_spec.algorithm import Normalizer
+from services.trainer.core.algorithms.normalizers import sample_weights
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class ScheduleSettings:
 
 
 class LossWeight(NamedTuple):
-    """weight: of each trained token of a sample. count: what the sample adds to the divisor of the optimizer step."""
+    """weight: of each trained token of a sample. divisor: what the sample adds to that of the optimizer step."""
 
     weight: float
-    count: int
+    divisor: int
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,15 @@ class Carrier(Protocol):
     """How the staged bytes reach the engines of one group. All calls return at once; that the bytes have arrived is for
     the engines to say."""
 
-    spec: GroupSpec | None
-    """The group to join, if bytes travel over one."""
-    weights_path: str
-    """The files to read, as the engines see them, if bytes travel in files."""
+    @property
+    def spec(self) -> GroupSpec | None:
+        """The group to join, if bytes travel over one."""
+        ...
+
+    @property
+    def weights_path(self) -> str:
+        """The files to read, as the engines see them, if bytes travel in files."""
+        ...
 
     async def begin(self, timeout: float) -> None:
         """Before engines are asked to prepare, for a carrier that does not stand. `timeout`: seconds to meet."""

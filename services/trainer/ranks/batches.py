@@ -89,7 +89,7 @@ def make_pack(
     weights = token_weights(counts, [share.weight for share in shares])
     real = np.concatenate([weights, trained.advantages, trained.engine_log_probs])
     weights, advantage, engine = to_device(torch.from_numpy(real), device).chunk(3)
-    count = sum(share.count for share in shares)
+    count = sum(share.divisor for share in shares)
     return Pack(
         layout=PackLayout(
             [*lengths.tolist(), padding] if padding else lengths.tolist(),

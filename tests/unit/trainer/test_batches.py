@@ -43,7 +43,7 @@ def test_a_rollout_of_several_samples_counts_once() -> None:
     weights = made.plan.optimizer_steps[0].loss_weights
     assert weights["g-0"].weight == weights["g-2"].weight == pytest.approx(1 / 12)
     assert weights["g-3"].weight == pytest.approx(1 / 4)
-    assert sum(weight.count for weight in weights.values()) == 2
+    assert sum(weight.divisor for weight in weights.values()) == 2
 
 
 def test_a_rollout_is_not_split_over_optimizer_steps() -> None:

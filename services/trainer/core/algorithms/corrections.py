@@ -295,7 +295,7 @@ def _bounded(ratio: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
 def _sums(weights: torch.Tensor, keep: torch.Tensor, segments: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
     """Every key of CORRECTION_SUMS, at the level of tokens and without bounds or veto."""
     exact, left_out = weights.double(), (keep == 0).double()
-    sums = dict.fromkeys(CORRECTION_SUMS, exact.new_zeros(()))
+    sums: dict[str, torch.Tensor] = dict.fromkeys(CORRECTION_SUMS, exact.new_zeros(()))
     sums["tokens"] = sums["level_count"] = exact.new_tensor(len(weights))
     sums["sequences"] = (segment_sizes(segments, count) > 0).sum().double()
     sums["weight"] = sums["level_weight"] = exact.sum()

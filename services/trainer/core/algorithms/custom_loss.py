@@ -61,17 +61,23 @@ def _checked(
         said = function(inputs, settings)
     except Exception as error:
         raise _failed(path, f"raised {type(error).__name__}: {error}") from error
-    loss, metrics = said if isinstance(said, tuple) and len(said) == 2 else (said, {})
+    said_loss, metrics = said if isinstance(said, tuple) and len(said) == 2 else (said, {})
     if not isinstance(metrics, dict):
         raise _failed(path, f"returned metrics of type {type(metrics).__name__}")
     wanted = inputs.log_probs.shape
-    for name, value in {"a loss": loss, **{f"the metric {key!r}": value for key, value in metrics.items()}}.items():
-        if not isinstance(value, torch.Tensor) or value.shape != wanted:
-            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise _failed(path, f"returned {name} of shape {found} for {list(wanted)} tokens")
+    loss = _by_token(path, "a loss", said_loss, wanted)
+    found = {str(key): _by_token(path, f"the metric {key!r}", value, wanted) for key, value in metrics.items()}
     if len(inputs.log_probs) and not loss.requires_grad:
         raise _failed(path, "returned a loss without gradient: use log_probs in it, undetached")
-    return loss, {str(name): value.detach() for name, value in metrics.items()}
+    return loss, {name: value.detach() for name, value in found.items()}
+
+
+def _by_token(path: str, name: str, value: Any, wanted: torch.Size) -> torch.Tensor:
+    """`value`, which has a number for every token. Raises CUSTOM_LOSS_FAILED."""
+    if not isinstance(value, torch.Tensor) or value.shape != wanted:
+        found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise _failed(path, f"returned {name} of shape {found} for {list(wanted)} tokens")
+    return value
 
 
 def _failed(path: str, why: str) -> ServiceError:

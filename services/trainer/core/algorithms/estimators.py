@@ -140,17 +140,23 @@ def _groups(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
     return groups
 
 
+def _reward(member: ScoredSample) -> float:
+    """Reward of a member of a group: all of them are scored."""
+    assert member.reward is not None
+    return member.reward
+
+
 def _by_rollout(members: Sequence[ScoredSample]) -> dict[str, float]:
     """Mean reward of every rollout of a group."""
     rewards: dict[str, list[float]] = {}
     for member in members:
-        rewards.setdefault(member.rollout, []).append(member.reward)
+        rewards.setdefault(member.rollout, []).append(_reward(member))
     return {rollout: math.fsum(values) / len(values) for rollout, values in rewards.items()}
 
 
 def _trained(members: Sequence[ScoredSample]) -> list[tuple[str, float]]:
     """Id and reward of the members that are trained."""
-    return [(member.sample_id, member.reward) for member in members if not member.removed]
+    return [(member.sample_id, _reward(member)) for member in members if not member.removed]
 
 
 def _normalizing(function: Callable[[Sequence[ScoredSample]], dict[str, float]]) -> SampleAdvantages:

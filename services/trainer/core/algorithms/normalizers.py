@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-Normalizer = Literal["token_mean", "sample_mean", "rollout_mean", "constant"]
+from services.common.run_spec.algorithm import Normalizer
 
 
 @dataclass(frozen=True)
