@@ -11,8 +11,8 @@ from benchmarks.algorithm_cases import Case, distance
 from benchmarks.algorithm_cases.batch import Ragged
 from services.trainer.core.algorithms.estimators import ESTIMATORS, EstimatorOptions, ScoredSample
 
-Plain = Callable[[np.ndarray], np.ndarray]
-"""Rewards of a group's rollouts, float64 → how each is compared."""
+Plain = Callable[[list[np.ndarray]], list[np.ndarray]]
+"""Rewards of a group by rollout, float64 → how each is compared."""
 
 
 def cases() -> Iterator[Case]:
@@ -83,45 +83,45 @@ def _verl_rloo(rewards: torch.Tensor, groups: np.ndarray) -> torch.Tensor:
 
 
 def _plain(name: str, formula: Plain, **options: bool) -> Callable[[Ragged], float]:
-    """Against a formula of a group's rollouts: loops over groups, and over rollouts with the mean of their rewards."""
+    """Against a formula of a group's rollouts: loops over groups, and over rollouts."""
 
     def error(batch: Ragged) -> float:
         ours = ESTIMATORS[name].sample_advantages(_samples(batch, ragged=True), EstimatorOptions(**options))
         theirs = np.full(batch.count, 1e9)
         for group in set(batch.groups):
             members = (batch.groups == group) & batch.scored
-            rollouts = sorted(set(batch.rollouts[members]))
-            means = np.array(
-                [batch.rewards[members & (batch.rollouts == r)].astype(np.float64).mean() for r in rollouts]
-            )
-            for i in np.flatnonzero(members & ~batch.removed):
-                own = rollouts.index(batch.rollouts[i])
-                # Its own reward in place of its rollout's mean, compared with what the others make of them.
-                theirs[i] = formula(means)[own] + (float(batch.rewards[i]) - means[own]) * _slope(formula, means)
+            places = [np.flatnonzero(members & (batch.rollouts == r)) for r in sorted(set(batch.rollouts[members]))]
+            compared = formula([batch.rewards[place].astype(np.float64) for place in places])
+            for place, values in zip(places, compared, strict=True):
+                theirs[place] = np.where(batch.removed[place], 1e9, values)
         return distance(_numbers(ours, batch.count), theirs)
 
     return error
 
 
-def _slope(formula: Plain, rewards: np.ndarray) -> float:
-    """What a difference within a rollout is multiplied with."""
-    if len(rewards) < 2:
-        return 0.0 if formula is _rloo else 1.0  # there is nothing to compare with
-    return 1 / (rewards.std(ddof=1) + 1e-6) if formula is _grpo else 1.0
+def _means(rollouts: list[np.ndarray]) -> np.ndarray:
+    return np.array([rewards.mean() for rewards in rollouts])
 
 
-def _centred(rewards: np.ndarray) -> np.ndarray:
-    return rewards - rewards.mean()
+def _centred(rollouts: list[np.ndarray]) -> list[np.ndarray]:
+    mean = _means(rollouts).mean() if rollouts else 0.0
+    return [rewards - mean for rewards in rollouts]
 
 
-def _grpo(rewards: np.ndarray) -> np.ndarray:
-    return _centred(rewards) / (rewards.std(ddof=1) + 1e-6 if len(rewards) > 1 else 1.0)
+def _grpo(rollouts: list[np.ndarray]) -> list[np.ndarray]:
+    """The variance of a sample drawn by its rollout first, then among its siblings; unbiased in the rollouts."""
+    centred, count = _centred(rollouts), len(rollouts)
+    if count < 2:
+        return centred
+    variance = sum((apart * apart).sum() / len(apart) for apart in centred) / count
+    return [apart / (np.sqrt(variance * count / (count - 1)) + 1e-6) for apart in centred]
 
 
-def _rloo(rewards: np.ndarray) -> np.ndarray:
-    if len(rewards) < 2:
-        return np.zeros(len(rewards))
-    return np.array([reward - np.delete(rewards, i).mean() for i, reward in enumerate(rewards)])
+def _rloo(rollouts: list[np.ndarray]) -> list[np.ndarray]:
+    if len(rollouts) < 2:
+        return [np.zeros(len(rewards)) for rewards in rollouts]
+    means = _means(rollouts)
+    return [rewards - np.delete(means, i).mean() for i, rewards in enumerate(rollouts)]
 
 
 def _first(batch: Ragged) -> np.ndarray:

@@ -18,6 +18,35 @@ def test_a_group_is_centred_and_divided_by_its_unbiased_deviation() -> None:
     assert got == pytest.approx({n: (r - 1 / 3) / (deviation + 1e-6) for n, r in rewards.items()})
 
 
+def fan_out(*rollouts: tuple[float, ...]) -> list[ScoredSample]:
+    """A group of rollouts with these rewards; sample names are rollout and place."""
+    return [
+        ScoredSample(f"{i}{j}", "g", reward, rollout_id=str(i))
+        for i, rewards in enumerate(rollouts)
+        for j, reward in enumerate(rewards)
+    ]
+
+
+def test_samples_of_one_rollout_are_divided_by_the_deviation_of_their_own_rewards() -> None:
+    got = group_advantages(fan_out((1.0, 0.0), (0.0, 1.0)))  # the rollouts' means are equal, the rewards are not
+    half = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert got == pytest.approx({"00": half, "01": -half, "10": -half, "11": half})
+
+
+def test_a_rollout_counts_once_in_the_deviation() -> None:
+    mean = (0.5 + 0.0) / 2
+    deviation = math.sqrt(((0.75**2 + 0.25**2) / 2 + 0.25**2) / 1)
+    got = group_advantages(fan_out((1.0, 0.0), (0.0,)))
+    wanted = {"00": 1 - mean, "01": -mean, "10": -mean}
+    assert got == pytest.approx({name: value / (deviation + 1e-6) for name, value in wanted.items()})
+    twice = group_advantages(fan_out((1.0, 1.0), (0.0,)))
+    assert twice["00"] == twice["01"] == group_advantages(fan_out((1.0,), (0.0,)))["00"]
+
+
+def test_equal_rewards_of_several_samples_give_zero() -> None:
+    assert set(group_advantages(fan_out((0.1,) * 3, (0.1,))).values()) == {0.0}
+
+
 def test_without_deviation() -> None:
     samples = [ScoredSample("a", "g", 1.0), ScoredSample("b", "g", 0.0)]
     assert group_advantages(samples, normalize_std=False) == {"a": 0.5, "b": -0.5}

@@ -3,7 +3,8 @@
 What the number becomes for each token is the estimator's token stage; the ranks do that. Rules that hold for all:
 
 - Groups are told apart by id, whatever their sizes and order.
-- A rollout counts once in its group, however many samples it gave: with the mean of its scored samples' rewards.
+- A rollout counts once in its group, however many samples it gave: in means with the mean of its scored samples'
+  rewards, in the deviation with the mean square of their distances.
 - An unscored sample (reward None) is left out of its group's statistics and gets no number.
 - A removed sample counts in its group's statistics and gets no number.
 - A greedy sample is a baseline (remax): it is in no statistics and gets no number.
@@ -76,19 +77,20 @@ class Estimator:
 def group_advantages(samples: Sequence[ScoredSample], *, normalize_std: bool = True) -> dict[str, float]:
     """GRPO: (reward − group mean) / (group standard deviation + 1e-6), with the unbiased deviation.
 
-    A group with a single scored rollout is not divided: what is left of its reward is 0. Formula: Shao et al.,
-    DeepSeekMath (2024), §4.1.2. Without the division: Liu et al., "Understanding R1-Zero-like training" (Dr. GRPO,
-    2025), §3.2.
+    The deviation is that of what it divides: of the samples' own rewards around the mean, those of one rollout counting
+    as one together. A group with a single scored rollout is not divided. Formula: Shao et al., DeepSeekMath (2024),
+    §4.1.2. Without the division: Liu et al., "Understanding R1-Zero-like training" (Dr. GRPO, 2025), §3.2.
 
     Returns:
         Advantage by sample id.
     """
     advantages: dict[str, float] = {}
     for members in _groups(samples).values():
-        rewards = np.array(list(_by_rollout(members).values()))
+        rollouts = _by_rollout(members)
+        rewards = np.array([value for values in rollouts.values() for value in values])
         # The mean of equal numbers may be off by a rounding; their advantages are exactly 0.
-        mean = rewards.mean() if np.ptp(rewards) else rewards[0]
-        scale = rewards.std(ddof=1) + STD_EPSILON if normalize_std and len(rewards) > 1 else 1.0
+        mean = np.mean(_means(rollouts)) if np.ptp(rewards) else rewards[0]
+        scale = _deviation(rollouts, mean) + STD_EPSILON if normalize_std and len(rollouts) > 1 else 1.0
         advantages |= {name: (reward - mean) / scale for name, reward in _trained(members)}
     return advantages
 
@@ -101,7 +103,8 @@ def leave_one_out(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """
     advantages: dict[str, float] = {}
     for members in _groups(samples).values():
-        rewards = _by_rollout(members)
+        rollouts = _by_rollout(members)
+        rewards = dict(zip(rollouts, _means(rollouts), strict=True))
         rollout = {member.sample_id: member.rollout for member in members}
         for name, reward in _trained(members):
             others = [value for key, value in rewards.items() if key != rollout[name]]
@@ -146,12 +149,23 @@ def _reward(member: ScoredSample) -> float:
     return member.reward
 
 
-def _by_rollout(members: Sequence[ScoredSample]) -> dict[str, float]:
-    """Mean reward of every rollout of a group."""
+def _by_rollout(members: Sequence[ScoredSample]) -> dict[str, list[float]]:
+    """Rewards of a group by rollout."""
     rewards: dict[str, list[float]] = {}
     for member in members:
         rewards.setdefault(member.rollout, []).append(_reward(member))
-    return {rollout: math.fsum(values) / len(values) for rollout, values in rewards.items()}
+    return rewards
+
+
+def _means(rollouts: Mapping[str, Sequence[float]]) -> list[float]:
+    """Mean reward of every rollout."""
+    return [math.fsum(rewards) / len(rewards) for rewards in rollouts.values()]
+
+
+def _deviation(rollouts: Mapping[str, Sequence[float]], mean: float) -> float:
+    """Unbiased deviation of two rollouts' rewards or more around their mean, each weighted 1 / siblings."""
+    squares = [np.mean((np.array(rewards) - mean) ** 2) for rewards in rollouts.values()]
+    return float(np.sqrt(np.sum(squares) / (len(squares) - 1)))
 
 
 def _trained(members: Sequence[ScoredSample]) -> list[tuple[str, float]]:
