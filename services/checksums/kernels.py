@@ -1,9 +1,9 @@
 """A Triton kernel for "sglang-tiled-64": the bytes are read once, from wherever they are, and nothing is copied.
 
-For every device that Triton knows and for its interpreter. Definition and
-names are there. A content is a list of pieces in memory, and a tile may lie in several of them: since a tile's value
-is made of sums over its words, every program adds what its piece has of one tile to that tile's two sums. Pieces that
-are not whole words at whole addresses are put together first, which copies them; weights hardly ever are.
+For every device that Triton knows and for its interpreter. `compute` has the definition and the names. A content is a
+list of pieces in memory, and a tile may lie in several of them: since a tile's value is made of sums over its words,
+every program adds what its piece has of one tile to that tile's two sums. Pieces that are not whole words at whole
+addresses are put together first, which copies them; weights hardly ever are.
 """
 
 from __future__ import annotations

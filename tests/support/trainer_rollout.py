@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from tests.support.trainer_world import World
 
 
+_RULES = {"ab": ChecksumRule(("a", "b"))}
+
+
 class MemoryRollout:
     """Engines that keep whatever rank 0 staged last when they commit."""
 
@@ -21,6 +24,7 @@ class MemoryRollout:
         self.aborted: list[tuple[str, int]] = []
         self.epochs: list[int] = []
         self.groups: list[str] = []  # that each Prepare named, or its path
+        self.rules: dict[str, dict[str, ChecksumRule]] = {}  # of engines that answer others than _RULES
 
     async def nodes(self) -> list[NodeView]:
         engines = tuple(self.world.engines.values())
@@ -38,7 +42,7 @@ class MemoryRollout:
         assert not self.epochs or request.epoch >= max(self.epochs), "epochs only grow"
         self.epochs.append(request.epoch)
         self.groups.append(request.group.name if request.group else request.weights_path)
-        return Prepared(True, "sha256-64", {"ab": ChecksumRule(("a", "b"))})
+        return Prepared(True, "sha256-64", self.rules.get(engine.engine_id, _RULES))
 
     async def transfer(self, engine: EngineView, epoch: int, timeout: float) -> Received:
         self._answer("transfer", engine)
@@ -46,8 +50,11 @@ class MemoryRollout:
 
     async def commit(self, engine: EngineView, epoch: int, version: int, checksums: dict, timeout: float) -> float:
         self._answer("commit", engine)
-        assert checksums, "an engine compares checksums before it serves"
-        self.world.held[engine.engine_id] = (version, int(checksums["ab"].removeprefix("sum of ")))
+        assert checksums.keys() == self.rules.get(engine.engine_id, _RULES).keys(), (
+            "an engine compares before it serves"
+        )
+        if checksums:
+            self.world.held[engine.engine_id] = (version, int(checksums["ab"].removeprefix("sum of ")))
         self.world.engines[engine.engine_id] = replace(engine, state=EngineState.READY, weight_version=version)
         self.world.tick()
         return 0.25

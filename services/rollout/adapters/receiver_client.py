@@ -22,7 +22,8 @@ from services.rollout.receiver.server import DIRECTORY, TOKEN, socket_path
 
 _LONGEST_PATH = 100
 """Of a Unix socket are 107 bytes allowed."""
-_LINE_BYTES = 1 << 20
+_LINE_BYTES = 1 << 26
+"""Of an answer: a checksum of every tensor is 100 bytes of it."""
 _MAKING = threading.Lock()
 _CODES = {"NO_MEMORY": Code.RESOURCE_EXHAUSTED}
 

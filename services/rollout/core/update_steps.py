@@ -164,7 +164,7 @@ class UpdateSteps:
         update.opened = False
         held = await _held(engine, update, activation) if update.rules else {}
         names = {rule.engine_name for rule in update.rules} | set(expected)
-        return sorted(name for name in names if held.get(name) != expected.get(name))
+        return sorted(name for name in names if name not in held or held[name] != expected.get(name))
 
     async def close(self, slot: EngineSlot, engine: Engine, update: Update) -> None:
         """After an update that failed: back to READY when the weights are what they were, else STALE, paused and out
@@ -189,8 +189,8 @@ async def _activate(update: Update, timeout: float, *, repeat: bool) -> Activati
 
 
 async def _held(engine: Engine, update: Update, activation: Activation | None) -> Mapping[str, str]:
-    """Checksums of what the engine holds: its own, which take long, until its receiver's have once been the same after
-    the model had loaded. A copy writes the same tensors again."""
+    """Checksums of what the engine holds: its own, which take long, until its receiver's have once been the same; and
+    again whenever the model loads. A copy writes the same tensors again."""
     staging, told = update.staging, activation.checksums if activation else {}
     if told and staging and staging.trusted and activation and activation.how == "copied":
         return told

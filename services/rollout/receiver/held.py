@@ -5,7 +5,7 @@ On a GPU all of them cost one kernel and one wait for the device; the engine's o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,20 @@ from services.checksums.names import SHA256, TILED
 def checksums(model: Any, names: Sequence[str], algorithm: str) -> dict[str, str] | None:
     """By name, of parameters and buffers; None when the model has not all of them, or this machine cannot make them
     fast and without much memory."""
-    if not names or not _can(algorithm, device_of(model)) or not hasattr(model, "named_parameters"):
+    if not names or not _can(algorithm, device_of(model)):
         return None
-    tensors = dict(model.named_parameters())
-    if hasattr(model, "named_buffers"):
-        tensors |= dict(model.named_buffers())
+    tensors = dict(named_tensors(model))
     if any(name not in tensors for name in names):
         return None
     contents = [compute.Content([_bytes(tensors[name])]) for name in names]
     return dict(zip(names, compute.digests(contents, algorithm), strict=True))
+
+
+def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, of a model that tells them."""
+    for of_kind in ("named_parameters", "named_buffers"):
+        if hasattr(model, of_kind):
+            yield from getattr(model, of_kind)()
 
 
 def device_of(model: Any) -> torch.device:
@@ -36,6 +41,8 @@ def device_of(model: Any) -> torch.device:
 
 def prepare(device: torch.device) -> None:
     """Builds the kernels, which takes a second or two."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: Triton builds for the present one
     compute.has_kernels(device)
 
 

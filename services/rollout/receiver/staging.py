@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.rollout.receiver.held import named_tensors
+
 _SPARE_BYTES = {"cuda": 512 * 2**20, "cpu": 256 * 2**20}
 """Left free beside the staging memory, for what the engine takes as it serves."""
 
@@ -100,6 +102,8 @@ class Staging:
             with notes:
                 model.load_weights(self.views())
             self._copies, how = notes.copies, "loaded"
+            if any(notes.is_staged(tensor) for _, tensor in named_tensors(model)):
+                self.give_up()  # it keeps the staged tensors themselves: the next transfer must not write there
         elif self._copies.nothing_else:
             torch._foreach_copy_(self._copies.targets, self._copies.sources)
             for target, value in self._copies.constants:
@@ -132,7 +136,7 @@ class _Notes(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple) -> None:
         copies, target = self.copies, args[0]
-        if func is torch.ops.aten.copy_.default and self._is_staged(args[1]) and target.shape == args[1].shape:
+        if func is torch.ops.aten.copy_.default and self.is_staged(args[1]) and target.shape == args[1].shape:
             copies.targets.append(target)
             copies.sources.append(args[1])
         elif func is torch.ops.aten.fill_.Scalar:
@@ -142,7 +146,8 @@ class _Notes(TorchDispatchMode):
         else:
             copies.nothing_else = False
 
-    def _is_staged(self, tensor: torch.Tensor) -> bool:
+    def is_staged(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the staging memory."""
         return tensor.untyped_storage().data_ptr() in self._staged
 
 

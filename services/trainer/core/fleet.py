@@ -74,6 +74,7 @@ class EngineFleet:
         self._joining: dict[str, asyncio.Task[UpdateReport]] = {}
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._problems: dict[str, str] = {}
+        self._unverified: set[str] = set()
 
     async def nodes(self) -> list[NodeView]:
         """Live nodes that serve this run."""
@@ -153,6 +154,7 @@ class EngineFleet:
         report.total_seconds = time.monotonic() - began
         for engine_id, why in report.failed.items():
             self._journal.write("notice", step, {}, f"engine {engine_id} was left out of version {version}: {why}")
+        self._tell_unverified(report)
         return report
 
     async def _push_until_one_has_it(self, version: int, step: int, check: Callable[[], None]) -> UpdateReport:
@@ -227,7 +229,16 @@ class EngineFleet:
             self._backoff.failed(engine_id)
             text = f"engine {engine_id} could not be brought to version {version}: {why}"
             self._journal.write("notice", self._step, {}, text)
+        self._tell_unverified(report)
         return report
+
+    def _tell_unverified(self, report: UpdateReport) -> None:
+        """Once of each engine."""
+        for engine_id in set(report.unverified) - self._unverified:
+            self._unverified.add(engine_id)
+            why = "it has several ranks, or its release makes no checksums on this device"
+            text = f"engine {engine_id} cannot say what it holds ({why}): what it serves is not verified"
+            self._journal.write("notice", self._step, {}, text)
 
     async def _stop_late_joiners(self) -> None:
         tasks = list(self._joining.values())

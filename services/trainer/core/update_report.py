@@ -22,11 +22,13 @@ class UpdateReport:
     that was committed, "stragglers": beyond it, "files": until they were written; `file_bytes`: what they take,
     `changed_share`: the elements in them. `wire_seconds`: the longest an engine was receiving; `pause_seconds`: the
     longest standstill; `staged_count`: engines that served on meanwhile; `verified_tensor_count`: checksums that
-    engines compared before they served, over all engines; `new_group_count`: groups that did not stand before."""
+    engines compared before they served, over all engines, `unverified`: engines that serve and cannot compare any;
+    `new_group_count`: groups that did not stand before."""
 
     version: int
     verified_tensor_count: int = 0
     committed: list[str] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)

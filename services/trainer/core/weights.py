@@ -301,6 +301,7 @@ class WeightUpdater:
                 return False
             report.committed.append(engine.engine_id)
             report.verified_tensor_count += len(expected)
+            report.unverified += [] if prepared.rules else [engine.engine_id]
             report.staged_count += prepared.staged
             report.pause_seconds = max(report.pause_seconds, paused)
             return True

@@ -353,15 +353,17 @@ async def test_engines_that_cannot_join_are_not_asked(tmp_path):
     assert report.failed == {}
 
 
+async def test_an_engine_that_serves_unverified_is_named_once(tmp_path):
+    scene = Scene(tmp_path, engines=2)
+    scene.rollout.rules["n-1"] = {}
+    assert [sorted((await scene.push(version)).committed) for version in (1, 2)] == [["n-0", "n-1"]] * 2
+    (told,) = [event.message for event in scene.journal.progress.events if event.kind == "notice"]
+    assert told.startswith("engine n-1 cannot say what it holds")
+
+
 async def test_an_engine_of_another_model_is_named(tmp_path):
     scene = Scene(tmp_path, engines=2)
-    prepare = scene.rollout.prepare
-
-    async def other(engine, request, timeout):
-        prepared = await prepare(engine, request, timeout)
-        return replace(prepared, rules={"z": ChecksumRule(("z",))}) if engine.engine_id == "n-1" else prepared
-
-    scene.rollout.prepare = other
+    scene.rollout.rules["n-1"] = {"z": ChecksumRule(("z",))}
     report = await scene.push(1)
     assert report.committed == ["n-0"]
     assert "would check z by tensor z, which the trainer does not send" in report.failed["n-1"]
