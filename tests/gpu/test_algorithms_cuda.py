@@ -28,7 +28,7 @@ OWN = {
         "critic_grad_norm",
         "kl",
     },
-    "grpo": {"kl_loss"},
+    "grpo": {"kl_loss", "kl"},
     "reinforce_plus_plus": {"kl"},
     "whitened": {"kl"},
     "tis": {"tis", "tis_ess"},

@@ -75,9 +75,10 @@ def test_kept_weights_find_what_the_engine_said(found: dict) -> None:
 
 
 def test_tokens_of_forgotten_weights_have_the_engines_numbers(found: dict) -> None:
-    kept = found["kept_actors"]
-    assert kept["forgotten"]["kept_missing_fraction"] == 1
-    assert kept["forgotten"]["log_prob_abs_diff_max"] == 0
+    forgotten = found["kept_actors"]["forgotten"]
+    assert forgotten["kept_missing_fraction"] == 1
+    assert forgotten["tis"] == 1
+    assert not [name for name in forgotten if name.startswith(("mis_", "log_prob_"))], "nothing is known of a mismatch"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,12 @@ def test_the_reference_follows(found: dict) -> None:
 def test_the_coefficient_adapts(found: dict) -> None:
     first, second = found["moving"]["first"]
     assert first["kl_coef"] == 0.1
+    assert second["kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
+
+
+def test_the_coefficient_follows_the_kl_per_token_whatever_a_token_counts(found: dict) -> None:
+    (first, second), target = found["adapting"], 1.0
+    assert first["kl"] < target < first["kl_loss"]
     assert second["kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
 
 

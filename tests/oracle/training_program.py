@@ -41,6 +41,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "tis_normalized": {"use_tis": True, "tis_batch_normalize": True},
     "opsm": {"use_opsm": True, "use_rollout_logprobs": True},
     "decoupled": {"use_decoupled_loss": True},
+    "decoupled_kept": {"use_decoupled_loss": True, "keep_old_actor": True, "use_tis": True, "max_staleness": 1},
     "rollout_mean": {"loss_normalizer": "rollout_mean"},
     "custom": {
         "custom_advantage_function_path": f"{EXAMPLE}.ranked",
@@ -180,6 +181,14 @@ def moving(root: Path) -> dict:
     }
 
 
+def adapting(root: Path) -> list[dict[str, float]]:
+    """Two steps whose KL per token is far below its target, and far above it as the loss weights it."""
+    settings = {"kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 100, "num_steps_per_rollout": 2}
+    weighted = {"loss_normalizer": "constant", "loss_constant": 1e-9}
+    trainee = Trainee(make_spec(root / "qwen3", 1, 1, **KL, **settings, **weighted))
+    return [trainee.step(seed) for seed in range(2)]
+
+
 def stages(root: Path) -> dict:
     """Advantages of two packs by the token stage, and by loops over their tokens in float64."""
     from megatron.core import parallel_state
@@ -233,7 +242,7 @@ def main() -> None:
     """Runs everything."""
     port, root = int(sys.argv[1]), Path(sys.argv[2])
     runtime.start(runtime.Layout(0, 1, port, 1), "cpu", seed=1)
-    parts = (stages, first_steps, kept_actors, stopped, moving)
+    parts = (stages, first_steps, kept_actors, stopped, moving, adapting)
     torch.save({part.__name__: part(root) for part in parts}, root / "algorithms.pt")
     torch.distributed.destroy_process_group()
 

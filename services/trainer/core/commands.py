@@ -127,13 +127,13 @@ class TrainResult:
 
     metrics: loss, pg_loss, kl_loss, entropy, ppo_kl, pg_clipfrac, ratio_mean, ratio_max, grad_norm, lr,
     trained_tokens, total_tokens, optimizer_steps; ppo_kl_first, of the first optimizer step; trainer against engine,
-    over all trained tokens of all ranks, before any update: log_prob_diff_mean (trainer − engine),
-    log_prob_abs_diff_mean, log_prob_abs_diff_p99 (the smallest difference that 99% of the tokens do not exceed),
-    log_prob_abs_diff_max, and `mis_<name>` of `corrections.mismatch_metrics`. Means over the optimizer steps of the
-    batch, except counts, maxima and lr. With use_rollout_logprobs, and without corrections, later optimizer steps know
-    no log-probs of before the update; the first stands for all then.
-    With their settings: kl (to the reference, in rewards), kl_coef (of an adaptive controller, at this step),
-    reference_step, kept_missing_fraction (tokens whose weights keep_old_actor has no more), those of
+    over all trained tokens of all ranks whose weights are known, before any update, and left out where there is none:
+    log_prob_diff_mean (trainer − engine), log_prob_abs_diff_mean, log_prob_abs_diff_p99 (the smallest difference that
+    99% of the tokens do not exceed), log_prob_abs_diff_max, and `mis_<name>` of `corrections.mismatch_metrics`. Means
+    over the optimizer steps of the batch, except counts, maxima and lr. With use_rollout_logprobs, and without
+    corrections, later optimizer steps know no log-probs of before the update; the first stands for all then.
+    With their settings: kl (to the reference, mean over all trained tokens), kl_coef (of an adaptive controller, at
+    this step), reference_step, kept_missing_fraction (tokens whose weights keep_old_actor has no more), those of
     `corrections.correction_metrics`, opsm_fraction (tokens left out), behave_weight, behave_dropped_fraction,
     `custom_<name>` of a custom loss.
     seconds: fetch, pack, old_log_probs, ref_log_probs, token_stage, forward_backward, optimizer, metrics, total.

@@ -69,10 +69,9 @@ class KeptActors:
             ]
         return scores
 
-    def missing(self, pack: Pack) -> torch.Tensor:
-        """Number of a pack's tokens whose weights are not kept, float64 []."""
-        known = torch.isin(pack.versions, pack.versions.new_tensor(list(self._versions)))
-        return (~known).sum().double()
+    def known(self, pack: Pack) -> torch.Tensor:
+        """Places of a pack's tokens whose weights are kept, int64 [j]."""
+        return torch.isin(pack.versions, pack.versions.new_tensor(list(self._versions))).nonzero()[:, 0]
 
     def _sets_of(self, packs: Sequence[Pack]) -> set:
         """Optimizer steps of all weights that generated the tokens of all ranks; None among them: some are not kept.

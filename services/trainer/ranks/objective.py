@@ -6,8 +6,8 @@ Knows no model. Which policies the ratios are between:
 - old, which the policy loss clips against: begin; with `keep_old_actor` the weights that generated each token; with
   `use_rollout_logprobs` the engine's numbers; with `use_decoupled_loss` always begin.
 - generating: the kept weights, else begin. Compared with the engine's numbers it gives the mismatch of trainer and
-  engine, which corrections and metrics go by.
-- behaviour, of the decoupled loss: the kept weights, else the engine's numbers.
+  engine, which corrections and metrics go by; metrics without tokens whose weights are not kept.
+- behaviour, of the decoupled loss: the engine's numbers; with `keep_old_actor` generating.
 """
 
 from __future__ import annotations
@@ -96,12 +96,13 @@ class Objective:
         if settings.use_kl_loss:
             assert work.scores.reference is not None
             kl = kl_estimate(log_probs, work.scores.reference, settings.kl_loss_type)
+            collected.sums |= _by_token({"kl": kl})  # as it is: what kl_target is said in
             if settings.use_unbiased_kl:
                 kl = unbiased(kl, log_probs, old)
             collected.means["kl_loss"] = kl
             loss = loss + kl_loss_coef * kl
         _collect(collected, policy, work)
-        _compare(collected, _generating(begin, work), work.pack)
+        _compare(collected, _generating(begin, work), work)
         return loss, collected
 
     def _weighted(
@@ -114,8 +115,9 @@ class Objective:
         """The objective times what the run corrects it by. log_probs: of begin, of the current policy, of old."""
         settings, pack, advantages = self._settings, work.pack, work.targets.advantages
         begin, current, old = log_probs
+        generating = begin if work.scores.kept is None else work.scores.kept
         if settings.use_decoupled_loss:
-            behaviour = pack.engine_log_probs if work.scores.kept is None else work.scores.kept
+            behaviour = generating if settings.keep_old_actor else pack.engine_log_probs
             weights, dropped = decoupled(begin, behaviour, settings.behave_weight_cap)
             collected.sums |= _by_token({"behave_weight": weights, "behave_dropped_fraction": dropped})
             objective = objective * weights
@@ -124,7 +126,6 @@ class Objective:
             collected.sums |= _by_token({"opsm_fraction": 1 - kept})
             objective = objective * kept
         if self.corrector is not None:
-            generating = begin if work.scores.kept is None else work.scores.kept
             correction = work.correction or self.corrector(generating, pack)
             collected.sums |= {CORRECTION + name: value for name, value in correction.sums.items()}
             objective = objective * correction.weights * correction.keep
@@ -180,31 +181,30 @@ def _by_token(terms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _collect(collected: Collected, policy: PolicyTerms, work: Work) -> None:
     ratio = policy.ratio.detach()
-    if work.scores.missing is not None:
-        collected.sums[BY_TOKEN + "kept_missing_fraction"] = work.scores.missing
+    if work.scores.known is not None:
+        missing = len(ratio) - len(work.scores.known)
+        missing_sum = torch.full((), missing, dtype=torch.float64, device=ratio.device)
+        collected.sums[BY_TOKEN + "kept_missing_fraction"] = missing_sum
     collected.sums["ratio"] = ratio.sum(dtype=torch.float64)
     collected.maxima["ratio_max"] = ratio
     if work.targets.kl is not None:
         collected.sums |= _by_token({"kl": work.targets.kl})
 
 
-def _compare(collected: Collected, generating: torch.Tensor | None, pack: Pack) -> None:
-    """Trainer against engine, in every run."""
-    engine = pack.engine_log_probs
-    difference = engine[:0] if generating is None else generating.detach() - engine
+def _compare(collected: Collected, generating: torch.Tensor | None, work: Work) -> None:
+    """Trainer against engine, in every run: over all tokens whose log-probs the trainer knows."""
+    engine, segments, known = work.pack.engine_log_probs, work.pack.segments, work.scores.known
+    if generating is None:  # nothing has computed them
+        engine, segments = engine[:0], segments[:0]
+        generating = engine
+    elif known is not None:  # the others have the engine's numbers, which would be compared with themselves
+        generating, engine, segments = (x.index_select(0, known) for x in (generating, engine, segments))
+    difference = generating.detach() - engine
     distances = difference.abs()
     collected.sums["compared"] = torch.full((), len(difference), dtype=torch.float64, device=engine.device)
     collected.sums["difference"] = difference.sum(dtype=torch.float64)
     collected.sums["distance"] = distances.sum(dtype=torch.float64)
-    collected.sums |= {MISMATCH + name: value for name, value in _mismatch(generating, pack).items()}
+    found = mismatch_sums(generating, engine, segments, work.pack.sample_count)
+    collected.sums |= {MISMATCH + name: value for name, value in found.items()}
     collected.maxima["log_prob_abs_diff_max"] = distances
     collected.distances = distances
-
-
-def _mismatch(generating: torch.Tensor | None, pack: Pack) -> dict[str, torch.Tensor]:
-    """Sums over all tokens, or over none where nothing has computed the trainer's log-probs."""
-    count = pack.sample_count
-    if generating is None:
-        none = pack.engine_log_probs[:0]
-        return mismatch_sums(none, none, pack.segments[:0], count)
-    return mismatch_sums(generating, pack.engine_log_probs, pack.segments, count)

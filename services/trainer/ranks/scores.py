@@ -33,7 +33,8 @@ class Scores:
     trainer: log-probs by the trained policy as it is before the step. None for the first optimizer step unless
         something needs them before the loss: the current log-probs are the same there.
     kept: log-probs by the weights of the version that generated each token; None also where these are the present ones.
-    missing: float64 [], tokens of `kept` whose weights are not known any more, and that have the engine's log-probs.
+    known: int64 [j], places of the tokens whose version's weights are kept; the others have the engine's log-probs in
+        `kept`. None where no weights are kept.
     reference: log-probs by the reference model.
     teacher, teacher_top: log-probs by the teacher of a distillation, and its most likely tokens.
     values: the critic's, before the step.
@@ -41,7 +42,7 @@ class Scores:
 
     trainer: torch.Tensor | None = None
     kept: torch.Tensor | None = None
-    missing: torch.Tensor | None = None
+    known: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     teacher: torch.Tensor | None = None
     teacher_top: TopTokens | None = None
@@ -91,7 +92,7 @@ class Scorer:
             found = kept.score(flat, policy.optimizer_steps, lambda some: self._evaluate(policy.model, some))
         numbers = iter(found or [None] * len(flat))
         return [
-            [replace(one, kept=next(numbers), missing=kept.missing(pack)) for one, pack in zip(*pair, strict=True)]
+            [replace(one, kept=next(numbers), known=kept.known(pack)) for one, pack in zip(*pair, strict=True)]
             for pair in zip(scores, packs, strict=True)
         ]
 

@@ -145,7 +145,7 @@ class StepTrainer:
         beside, told = self._policy.beside, {}
         if beside.kl is not None:
             told["kl_coef"] = beside.kl.coef
-            beside.kl.update(metrics["kl" if self._settings.kl_coef else "kl_loss"], int(samples))
+            beside.kl.update(metrics["kl"], int(samples))
         if beside.reference is not None and beside.ref_update_interval:
             told["reference_step"] = float(beside.reference.step)
         return told
@@ -196,16 +196,17 @@ class StepTrainer:
         if self._supervised:
             return metrics
         metrics.setdefault("kl_loss", 0.0)
-        tokens, compared = max(sums["tokens"], 1), max(sums["compared"], 1)
-        metrics |= {
-            "ppo_kl_first": reduced.means[0]["ppo_kl"],
-            "ratio_mean": sums["ratio"] / tokens,
-            "log_prob_diff_mean": sums["difference"] / compared,
-            "log_prob_abs_diff_mean": sums["distance"] / compared,
-            "log_prob_abs_diff_p99": reduced.distance_p99,
-        }
+        tokens, compared = max(sums["tokens"], 1), sums["compared"]
+        metrics |= reduced.maxima
+        metrics |= {"ppo_kl_first": reduced.means[0]["ppo_kl"], "ratio_mean": sums["ratio"] / tokens}
+        if compared:
+            metrics["log_prob_diff_mean"] = sums["difference"] / compared
+            metrics["log_prob_abs_diff_mean"] = sums["distance"] / compared
+            metrics["log_prob_abs_diff_p99"] = reduced.distance_p99
+        else:
+            del metrics["log_prob_abs_diff_max"]  # of nothing; 0 would say that they agree
         metrics |= {name: total / tokens for name, total in reduced.part(BY_TOKEN).items()}
         metrics |= mismatch_metrics(reduced.part(MISMATCH))
         if self._objective.corrector:
             metrics |= correction_metrics(reduced.part(CORRECTION))
-        return metrics | reduced.maxima
+        return metrics
