@@ -133,7 +133,9 @@ def run_spec(root: Path, layout: Layout, world: int, settings: Mapping[str, Any]
     }
     rollout = {"hf_checkpoint": str(root / "model"), "num_rollout": 1, "rollout_batch_size": len(GROUP_SIZES)}
     rollout["n_samples_per_prompt"] = max(GROUP_SIZES)
-    trainer = {"ref_load": str(root / "reference"), **parallel, **layout.settings, **settings}
+    trainer = {**parallel, **layout.settings, **settings}
+    if trainer.get("use_kl_loss") or trainer.get("kl_coef"):
+        trainer["ref_load"] = str(root / "reference")
     return RunSpec.model_validate({"data": {"label_key": "label"}, "rollout": rollout, "trainer": trainer})
 
 

@@ -23,6 +23,7 @@ from services.trainer.ranks import runtime
 from tests.oracle import rank_program
 from tests.oracle.models import VOCAB_SIZE
 from tests.oracle.rank_program import random_samples
+from tests.oracle.training_program import KL
 
 MODEL = "qwen3_moe"
 LAYERS, PER_TOKEN, EXPERTS = 3, 2, 8
@@ -225,7 +226,7 @@ def training(root: Path, layout: str) -> dict:
     """Two steps of two optimizer steps with R3 and top-p, and with R2."""
     rank_program.random_samples = samples_with_side
     settings = {
-        "rollout": {"use_rollout_routing_replay": True, "use_top_p_replay": True, "use_kl_loss": True},
+        "rollout": {"use_rollout_routing_replay": True, "use_top_p_replay": True, **KL},
         "trainer": {"use_routing_replay": True},
     }
     out = {}

@@ -30,12 +30,12 @@ _KL_IN_REWARDS = (*WHITENED, "ppo")
 
 def algorithm_rules(settings: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
     """Rules within the algorithm's settings."""
+    yield from _supervised_rules(settings)  # first: with labels, what the others advise has no effect either
     yield from _loss_rules(settings)
     yield from _advantage_rules(settings)
     yield from _kl_rules(settings)
     yield from _old_policy_rules(settings)
     yield from _correction_rules(settings)
-    yield from _supervised_rules(settings)
 
 
 def run_rules(trainer: TrainerSettings, rollout: RolloutSettings, *, engineless: bool) -> Iterator[tuple[bool, str]]:
@@ -53,6 +53,7 @@ def run_rules(trainer: TrainerSettings, rollout: RolloutSettings, *, engineless:
         "advantage_estimator remax with n_samples_per_prompt 1: the first sample of a group is its greedy baseline and"
         " is not trained; take 2 samples or more",
     )
+    yield from _greedy_rules(trainer, rollout)
     path = rollout.dynamic_sampling_filter_path or ""
     yield (
         samples == 1 and path.rpartition(".")[2] == BUILT_IN_FILTER,
@@ -75,11 +76,34 @@ def run_rules(trainer: TrainerSettings, rollout: RolloutSettings, *, engineless:
         "keep_old_actor with use_routing_replay: the old pass is of several weights, whose routing is not that of the"
         " trained ones; set use_rollout_routing_replay, or leave one of them out",
     )
-    same = trainer.num_steps_per_rollout == 1 and not (trainer.use_rollout_logprobs or trainer.keep_old_actor)
+    once = trainer.num_steps_per_rollout == 1
+    yield (
+        trainer.use_opsm and trainer.use_decoupled_loss and once,
+        "use_opsm has no effect with use_decoupled_loss and num_steps_per_rollout 1: the old policy is that at the"
+        " step's begin, which is the current one; take more optimizer steps, or leave use_opsm out",
+    )
+    same = once and not (trainer.use_rollout_logprobs or trainer.keep_old_actor)
     yield (
         trainer.use_opsm and same,
         "use_opsm has no effect with num_steps_per_rollout 1: the old policy is the current one; set"
         " use_rollout_logprobs or keep_old_actor, or take more optimizer steps",
+    )
+
+
+def _greedy_rules(trainer: TrainerSettings, rollout: RolloutSettings) -> Iterator[tuple[bool, str]]:
+    """Rules of groups whose first rollout is a baseline."""
+    steps, groups, samples = trainer.num_steps_per_rollout, rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    # Baselines are n places apart, so that two rollouts side by side are never both one; a single one may be.
+    yield (
+        trainer.needs_greedy_sample and groups * samples < 2 * steps,
+        f"advantage_estimator remax with rollout_batch_size {groups} × n_samples_per_prompt {samples} and"
+        f" num_steps_per_rollout {steps}: an optimizer step of one rollout may have the greedy baseline of a group and"
+        f" nothing to train; take at most {groups * samples // 2} optimizer steps",
+    )
+    yield (
+        trainer.needs_greedy_sample and rollout.load_debug_rollout_data is not None,
+        "advantage_estimator remax with load_debug_rollout_data: a file does not say which of its samples were decoded"
+        " greedily, so that an ordinary one would be the baseline; take another estimator, such as rloo, or generate",
     )
 
 
@@ -150,6 +174,11 @@ def _advantage_rules(s: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
         f"disable_rewards_normalization has no effect with advantage_estimator {name}, which takes rewards as they are;"
         " leave it out",
     )
+    yield (
+        s.disable_grpo_std_normalization and s.disable_rewards_normalization,
+        "disable_grpo_std_normalization has no effect with disable_rewards_normalization, which takes rewards as they"
+        " are, undivided; leave one of them out",
+    )
     yield from _unused(s, ["gamma"], name in _RETURNS, "advantage_estimator reinforce_plus_plus or ppo")
     yield from _unused(s, ["lambd"], name == "ppo", "advantage_estimator ppo")
 
@@ -170,6 +199,11 @@ def _kl_rules(s: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
         f"kl_coef {s.kl_coef} with kl_loss_coef {s.kl_loss_coef}: the KL to the reference would count twice; keep it in"
         " the rewards (kl_coef) or in the loss (kl_loss_coef)",
     )
+    yield (
+        s.use_kl_loss and not s.kl_loss_coef,
+        "use_kl_loss with kl_loss_coef 0 adds nothing to the loss, while its reference costs memory and passes; set"
+        " kl_loss_coef, or leave use_kl_loss out",
+    )
     yield adaptive and s.kl_target is None, "kl_controller adaptive needs kl_target, the KL per token to aim at"
     yield (
         adaptive and not s.kl_coef and not s.kl_loss_coef,
@@ -177,8 +211,8 @@ def _kl_rules(s: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
     )
     yield from _unused(s, ["kl_target", "kl_horizon"], adaptive, "kl_controller adaptive")
     yield from _unused(s, ["use_unbiased_kl"], s.use_kl_loss, "use_kl_loss")
-    if s.loss_type != "sft_loss":
-        yield from _unused(s, ["ref_update_interval"], s.needs_reference, "use_kl_loss or kl_coef")
+    reference = ["ref_load", "ref_update_interval", "kl_loss_type"]
+    yield from _unused(s, reference, s.needs_reference, "use_kl_loss or kl_coef")
 
 
 def _old_policy_rules(s: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
@@ -244,8 +278,20 @@ def _correction_rules(s: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
 
 
 _POLICY_ONLY = (
+    "custom_advantage_function_path",
+    "advantage_estimator",
+    "disable_grpo_std_normalization",
+    "disable_rewards_normalization",
+    "gamma",
+    "lambd",
+    "eps_clip",
+    "eps_clip_high",
+    "eps_clip_c",
     "use_kl_loss",
+    "kl_loss_coef",
+    "kl_loss_type",
     "kl_coef",
+    "ref_load",
     "ref_update_interval",
     "entropy_coef",
     "normalize_advantages",
@@ -256,7 +302,6 @@ _POLICY_ONLY = (
     "use_tis",
     "use_rs",
     "custom_tis_function_path",
-    "custom_advantage_function_path",
 )
 
 

@@ -52,12 +52,22 @@ REFUSED = {
         {"advantage_estimator": "ppo", "disable_rewards_normalization": True},
         "takes rewards as they are",
     ),
+    "nothing to divide": (
+        {"disable_grpo_std_normalization": True, "disable_rewards_normalization": True},
+        "disable_grpo_std_normalization has no effect with disable_rewards_normalization",
+    ),
     "a discount without returns": ({"gamma": 0.9}, "gamma 0.9 has no effect without advantage_estimator"),
     "lambda without GAE": (
         {"advantage_estimator": "reinforce_plus_plus", "lambd": 0.9},
         "lambd 0.9 has no effect without advantage_estimator ppo",
     ),
     "a coefficient without its KL": ({"kl_loss_coef": 0.1}, "without use_kl_loss"),
+    "a KL without its coefficient": ({"use_kl_loss": True}, "set kl_loss_coef, or leave use_kl_loss out"),
+    "a reference that nothing uses": (
+        {"ref_load": "other"},
+        "ref_load other has no effect without use_kl_loss or kl_coef",
+    ),
+    "an estimator of no KL": ({"kl_loss_type": "k1"}, "kl_loss_type k1 has no effect without use_kl_loss or kl_coef"),
     "KL in the rewards of a group": ({"kl_coef": 0.1}, "put the KL into the loss with use_kl_loss"),
     "two KL coefficients": (
         {"advantage_estimator": "ppo", "kl_coef": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1},
@@ -109,6 +119,31 @@ REFUSED = {
     "rs_clip_low alone": ({"rs_clip_low": 0.3}, "without use_rs"),
     "a veto alone": ({"rs_veto_threshold": 1e-4}, "without use_rs"),
     "labels with a KL": ({"loss_type": "sft_loss", "use_kl_loss": True}, "has no effect with loss_type sft_loss"),
+    "labels with another divisor by the estimator": (
+        {"loss_type": "sft_loss", "advantage_estimator": "dr_grpo"},
+        "advantage_estimator dr_grpo has no effect with loss_type sft_loss",
+    ),
+    "labels with advantages of one's own": (
+        {"loss_type": "sft_loss", "custom_advantage_function_path": "a.b"},
+        "custom_advantage_function_path a.b has no effect with loss_type sft_loss",
+    ),
+    **{
+        f"labels with {key}": (
+            {"loss_type": "sft_loss", key: value},
+            f"{key} {value} has no effect with loss_type sft_loss",
+        )
+        for key, value in {
+            "eps_clip": 0.1,
+            "eps_clip_high": 0.3,
+            "eps_clip_c": 3.0,
+            "gamma": 0.9,
+            "lambd": 0.9,
+            "disable_rewards_normalization": True,
+            "disable_grpo_std_normalization": True,
+            "kl_loss_coef": 0.1,
+            "ref_load": "other",
+        }.items()
+    },
     "labels with a correction": ({"loss_type": "sft_loss", **TIS}, "has no effect with loss_type sft_loss"),
     "labels with a critic": ({"loss_type": "sft_loss", "value_clip": 0.5}, "which train no critic"),
     "critic options with grpo": ({"num_critic_only_steps": 2}, "which train no critic"),
@@ -118,6 +153,14 @@ REFUSED = {
         "set use_rollout_routing_replay",
     ),
     "OPSM of the current policy": ({"use_opsm": True}, "set use_rollout_logprobs or keep_old_actor"),
+    "OPSM of the policy at the step's begin": (
+        {"use_opsm": True, **DECOUPLED, "keep_old_actor": True, "max_staleness": 1},
+        "use_opsm has no effect with use_decoupled_loss and num_steps_per_rollout 1",
+    ),
+    "optimizer steps of a baseline alone": (
+        {"advantage_estimator": "remax", "num_steps_per_rollout": 8},
+        "remax with rollout_batch_size 4 × n_samples_per_prompt 2 and num_steps_per_rollout 8",
+    ),
 }
 
 
@@ -151,6 +194,11 @@ def test_kept_actors_need_versions_of_this_run() -> None:
     assert "another run's" in refusal({"keep_old_actor": True, "max_staleness": 1}, rollout)
 
 
+def test_a_greedy_baseline_is_not_looked_for_in_a_file() -> None:
+    said = refusal({"advantage_estimator": "remax"}, {"load_debug_rollout_data": "samples.jsonl"})
+    assert "advantage_estimator remax with load_debug_rollout_data" in said
+
+
 @pytest.mark.parametrize(
     "trainer",
     [
@@ -178,6 +226,10 @@ def test_whitening_comes_with_the_estimator(name: str) -> None:
         {"advantage_estimator": "gspo", **TIS, "tis_level": "geometric"},
         {**TIS, "tis_mode": "mask", "tis_clip_low": 0.5, "use_rs": True, "rs_veto_threshold": 1e-4},
         {"use_rollout_logprobs": True, "use_rs": True, "use_opsm": True},
+        {"use_opsm": True, **DECOUPLED, "num_steps_per_rollout": 2},
+        {"advantage_estimator": "remax", "num_steps_per_rollout": 4},
+        {"loss_type": "sft_loss", "advantage_estimator": "grpo", "loss_normalizer": "constant", "loss_constant": 9.0},
+        {"advantage_estimator": "ppo", "kl_coef": 0.1, "kl_loss_type": "k1", "ref_load": "other"},
         {"advantage_estimator": "ppo", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 0.01},
         {"loss_normalizer": "constant", "loss_constant": 100.0, "custom_loss_function_path": "a.b"},
     ],

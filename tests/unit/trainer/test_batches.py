@@ -85,10 +85,17 @@ def test_a_group_without_a_scored_baseline_is_not_trained() -> None:
     assert made.plan.optimizer_steps[0].trained_tokens == 4
 
 
-def test_an_optimizer_step_of_baselines_only_is_refused() -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_as_many_steps_as_the_rules_allow_have_something_to_train(steps: int) -> None:
     samples = [header(group, index, 1.0) for group in "gh" for index in range(2)]
+    made = inputs(samples, advantage_estimator="remax", num_steps_per_rollout=steps)
+    assert [step.sample_count for step in made.plan.optimizer_steps] == [2 // steps] * steps
+
+
+def test_an_optimizer_step_of_baselines_only_is_refused() -> None:
+    samples = [header(group, index, 1.0) for index in range(2) for group in "gh"]
     with pytest.raises(ServiceError, match="something to train") as refused:
-        inputs(samples, advantage_estimator="remax", num_steps_per_rollout=4, global_batch_size=1)
+        inputs(samples, advantage_estimator="remax", num_steps_per_rollout=2)
     assert refused.value.reason == "BATCH_NOT_DIVISIBLE"
 
 
