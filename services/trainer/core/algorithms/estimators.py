@@ -89,7 +89,7 @@ def group_advantages(samples: Sequence[ScoredSample], *, normalize_std: bool = T
         rollouts = _by_rollout(members)
         rewards = np.array([value for values in rollouts.values() for value in values])
         # The mean of equal numbers may be off by a rounding; their advantages are exactly 0.
-        mean = np.mean(_means(rollouts)) if np.ptp(rewards) else rewards[0]
+        mean = float(np.mean(_means(rollouts)) if np.ptp(rewards) else rewards[0])
         scale = _deviation(rollouts, mean) + STD_EPSILON if normalize_std and len(rollouts) > 1 else 1.0
         advantages |= {name: (reward - mean) / scale for name, reward in _trained(members)}
     return advantages
