@@ -200,9 +200,9 @@ def _kl_rules(s: AlgorithmSettings) -> Iterator[tuple[bool, str]]:
         " the rewards (kl_coef) or in the loss (kl_loss_coef)",
     )
     yield (
-        s.use_kl_loss and not s.kl_loss_coef,
-        "use_kl_loss with kl_loss_coef 0 adds nothing to the loss, while its reference costs memory and passes; set"
-        " kl_loss_coef, or leave use_kl_loss out",
+        s.use_kl_loss and not s.kl_loss_coef and "kl_loss_coef" not in s.model_fields_set,
+        "use_kl_loss without kl_loss_coef adds nothing to the loss, while its reference costs memory and passes; set"
+        " kl_loss_coef, to 0 if the KL is only to be watched, or leave use_kl_loss out",
     )
     yield adaptive and s.kl_target is None, "kl_controller adaptive needs kl_target, the KL per token to aim at"
     yield (

@@ -62,7 +62,7 @@ REFUSED = {
         "lambd 0.9 has no effect without advantage_estimator ppo",
     ),
     "a coefficient without its KL": ({"kl_loss_coef": 0.1}, "without use_kl_loss"),
-    "a KL without its coefficient": ({"use_kl_loss": True}, "set kl_loss_coef, or leave use_kl_loss out"),
+    "a KL without its coefficient": ({"use_kl_loss": True}, "set kl_loss_coef, to 0 if the KL is only to be watched"),
     "a reference that nothing uses": (
         {"ref_load": "other"},
         "ref_load other has no effect without use_kl_loss or kl_coef",
@@ -232,6 +232,7 @@ def test_whitening_comes_with_the_estimator(name: str) -> None:
         {"advantage_estimator": "ppo", "kl_coef": 0.1, "kl_loss_type": "k1", "ref_load": "other"},
         {"advantage_estimator": "ppo", "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 0.01},
         {"loss_normalizer": "constant", "loss_constant": 100.0, "custom_loss_function_path": "a.b"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.0},
     ],
 )
 def test_what_goes_together_is_taken(trainer: dict) -> None:
