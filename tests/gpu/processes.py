@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from services.common.process import free_port
+from tests.support.rank_processes import run_ranks
 
 _DEADLINE_SECONDS = 150
 
@@ -18,17 +15,5 @@ def run(
     program: str, root: Path, device: str = "cuda", *, world: int = 1, module: str = "tests.gpu.rank_program"
 ) -> dict:
     """What a program of a module leaves on a device."""
-    port = free_port()
-    processes, logs = [], [root / f"{program}-{device}-{rank}.log" for rank in range(world)]
-    for rank, path in enumerate(logs):
-        arguments = [program, device, str(rank), str(world), str(port), str(root)]
-        with path.open("w") as log:
-            command = [sys.executable, "-m", module, *arguments]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ)))
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world, "\n".join(path.read_text()[-3000:] for path in logs)
+    run_ranks(module, program, device, world=world, root=root, seconds=_DEADLINE_SECONDS)
     return torch.load(root / f"{program}-{device}.pt", weights_only=False)

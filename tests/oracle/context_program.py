@@ -1,4 +1,4 @@
-"""Rank processes of the context-parallel tests, two of them: `python -m tests.oracle.context_program RANK PORT ROOT`.
+"""Rank processes of the context-parallel tests, two of them: `... context_program RANK WORLD PORT ROOT`.
 
 Rank 0 leaves the numbers in ROOT/context.pt.
 """
@@ -100,9 +100,9 @@ def _regroup(context: int) -> None:
 
 def main() -> None:
     """Runs as one rank."""
-    rank, port, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    runtime.start(runtime.Layout(rank, WORLD, port, 1, context_parallel_size=WORLD), "cpu", seed=1)
-    results: list = [None] * WORLD
+    (rank, world, port), root = map(int, sys.argv[1:4]), Path(sys.argv[4])
+    runtime.start(runtime.Layout(rank, world, port, 1, context_parallel_size=world), "cpu", seed=1)
+    results: list = [None] * world
     torch.distributed.all_gather_object(results, {"attention": differences(), "rows": rows(), **checkpoints(root)})
     if rank == 0:
         torch.save(results, root / "context.pt")

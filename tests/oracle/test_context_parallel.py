@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.common.process import free_port
 from tests.oracle.context_program import SEGMENTS, WORLD
 from tests.oracle.models import write_models
+from tests.support.rank_processes import run_ranks
 
 _DEADLINE_SECONDS = 240
 
@@ -28,18 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict]:
     """What each rank found."""
-    port, command, processes = free_port(), [sys.executable, "-m", "tests.oracle.context_program"], []
-    logs = [root / f"context-{rank}.log" for rank in range(WORLD)]
-    for rank, log in enumerate(logs):
-        arguments = [str(rank), str(port), str(root)]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command + arguments, stdout=file, stderr=file, env=dict(os.environ)))
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * WORLD, "\n".join(log.read_text()[-3000:] for log in logs)
+    run_ranks("tests.oracle.context_program", world=WORLD, root=root, seconds=_DEADLINE_SECONDS)
     return torch.load(root / "context.pt", weights_only=False)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from services.common.process import free_port
 from tests.oracle import models
+from tests.support.rank_processes import run_ranks
 
 VALUE_TOLERANCE = 1e-5
 """Largest absolute difference of values of a scale of about 2; measured 1.4e-6."""
@@ -21,21 +18,7 @@ _DEADLINE_SECONDS = 240
 
 
 def _run(program: str, world_size: int, root: Path) -> dict:
-    port = free_port()
-    processes = []
-    for rank in range(world_size):
-        command = [sys.executable, "-m", "tests.oracle.critic_program", program, str(rank), str(world_size)]
-        log = (root / f"{program}-{rank}.log").open("w")
-        processes.append(
-            subprocess.Popen([*command, str(port), str(root)], stdout=log, stderr=log, env=dict(os.environ))
-        )
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((root / f"{program}-{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert codes == [0] * world_size, logs
+    run_ranks("tests.oracle.critic_program", program, world=world_size, root=root, seconds=_DEADLINE_SECONDS)
     return torch.load(root / f"{program}.pt", weights_only=False)
 
 

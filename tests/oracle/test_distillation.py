@@ -5,9 +5,6 @@ Policy and teacher differ in architecture. Cases whose teacher comes with the sa
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.process import free_port
 from services.common.records import Sample, SampleStatus, TeacherLogProbs
 from tests.oracle.distillation_program import CASES, COEF, IN_LAYOUTS, LAYOUTS, TOP_K
 from tests.oracle.models import VOCAB_SIZE, write_models
+from tests.support.rank_processes import run_ranks
 
 TOLERANCE = 1e-5
 """Largest difference of a gradient, relative to the largest gradient; measured 2e-6."""
@@ -84,17 +81,7 @@ def root(tmp_path_factory) -> Path:
 
 def run(root: Path, world: int) -> dict:
     """Cases by layout."""
-    port, processes = free_port(), []
-    for rank in range(world):
-        log = (root / f"{world}-{rank}.log").open("w")
-        command = [sys.executable, "-m", "tests.oracle.distillation_program", *map(str, (rank, world, port, root))]
-        processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ)))
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world, "\n".join((root / f"{world}-{r}.log").read_text()[-3000:] for r in range(world))
+    run_ranks("tests.oracle.distillation_program", world=world, root=root, seconds=_DEADLINE_SECONDS)
     return torch.load(root / f"world-{world}.pt", weights_only=False)
 
 

@@ -6,17 +6,14 @@ One process world of one rank and one of two run `rank_program`; the tests compa
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.common.process import free_port
 from tests.oracle.models import NAMES, write_models
+from tests.support.rank_processes import run_ranks
 
 LOGIT_TOLERANCE = 1e-4
 """Largest absolute difference of logits of a scale of about 5; measured 4e-6."""
@@ -27,20 +24,7 @@ _DEADLINE_SECONDS = 240
 
 
 def _run(program: str, world_size: int, root: Path) -> dict:
-    port = free_port()
-    command = [sys.executable, "-m", "tests.oracle.rank_program", program]
-    processes = []
-    for rank in range(world_size):
-        arguments = [str(rank), str(world_size), str(port), str(root)]
-        log = (root / f"{program}-{rank}.log").open("w")
-        processes.append(subprocess.Popen(command + arguments, stdout=log, stderr=log, env=dict(os.environ)))
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((root / f"{program}-{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert codes == [0] * world_size, logs
+    run_ranks("tests.oracle.rank_program", program, world=world_size, root=root, seconds=_DEADLINE_SECONDS)
     return torch.load(root / f"{program}.pt", weights_only=False)
 
 

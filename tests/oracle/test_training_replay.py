@@ -5,16 +5,13 @@ Worlds of `replay_program` leave their numbers behind. All float32.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.common.process import free_port
 from tests.oracle.models import write_models
+from tests.support.rank_processes import run_ranks
 
 TOLERANCE = 1e-5
 """Absolute, of log-probs of about −5; measured 3e-6."""
@@ -25,20 +22,7 @@ _DEADLINE_SECONDS = 240
 
 
 def _run(layout: str, world_size: int, root: Path) -> dict:
-    port = str(free_port())
-    command = [sys.executable, "-m", "tests.oracle.replay_program", layout]
-    processes = []
-    for rank in range(world_size):
-        log = (root / f"{layout}-{rank}.log").open("w")
-        arguments = [str(rank), str(world_size), port, str(root)]
-        processes.append(subprocess.Popen(command + arguments, stdout=log, stderr=log, env=dict(os.environ)))
-    try:
-        codes = [process.wait(_DEADLINE_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((root / f"{layout}-{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert codes == [0] * world_size, logs
+    run_ranks("tests.oracle.replay_program", layout, world=world_size, root=root, seconds=_DEADLINE_SECONDS)
     return torch.load(root / f"{layout}.pt", weights_only=False)
 
 
