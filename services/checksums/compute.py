@@ -69,7 +69,9 @@ def digests(contents: Sequence[Content], algorithm: str) -> list[str]:
 
 
 def prepare(device: torch.device) -> None:
-    """Builds what is built at first use, which takes a second or two on a GPU."""
+    """Builds what is built at first use, which takes a second or two on a GPU; that is this thread's from now on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton builds for the thread's present one
     digest([torch.zeros(8, dtype=torch.uint8, device=device)], 0, TILED)
 
 

@@ -102,8 +102,8 @@ class Activation:
     """How staged bytes became weights: "loaded" by the model, or "copied", as copies were noted before. `checksums`: of
     what the engine then holds, by engine name, or none."""
 
-    how: str
-    checksums: Mapping[str, str]
+    how: str = "loaded"
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 class Staging(Protocol):

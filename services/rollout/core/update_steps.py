@@ -106,7 +106,7 @@ class UpdateSteps:
         self, slot: EngineSlot, update: Update, version: int, expected: Mapping[str, str], timeout: float
     ) -> None:
         """Makes `version` what the engine serves, or raises CHECKSUM_MISMATCH."""
-        activation = None
+        activation = Activation()  # of bytes that arrived directly
         if update.staging is not None:
             await self._open(slot, update)
             self._touch(slot, update)
@@ -135,15 +135,10 @@ class UpdateSteps:
         slot.version, slot.incoming = 0, update.request.version
 
     async def _verify(
-        self,
-        slot: EngineSlot,
-        update: Update,
-        expected: Mapping[str, str],
-        activation: Activation | None,
-        timeout: float,
+        self, slot: EngineSlot, update: Update, expected: Mapping[str, str], activation: Activation, timeout: float
     ) -> None:
         wrong = await self._wrong_tensors(slot, update, expected, activation)
-        if wrong and activation and activation.how == "copied":
+        if wrong and activation.how == "copied":
             # Repeated copies may have missed what the engine changed meanwhile. The model's own way cannot.
             log.warning("repeated copies did not hold, loading instead", engine=slot.engine_id, tensors=len(wrong))
             update.opened = True
@@ -156,7 +151,7 @@ class UpdateSteps:
             raise checksum_mismatch(slot, wrong, max(len(update.rules), len(expected)))
 
     async def _wrong_tensors(
-        self, slot: EngineSlot, update: Update, expected: Mapping[str, str], activation: Activation | None
+        self, slot: EngineSlot, update: Update, expected: Mapping[str, str], activation: Activation
     ) -> list[str]:
         """Closes the update; → engine tensors whose bytes are not those that were sent."""
         engine = slot.alive
@@ -188,11 +183,11 @@ async def _activate(update: Update, timeout: float, *, repeat: bool) -> Activati
     return await update.staging.activate(update.request.epoch, timeout, repeat=repeat, names=names)
 
 
-async def _held(engine: Engine, update: Update, activation: Activation | None) -> Mapping[str, str]:
+async def _held(engine: Engine, update: Update, activation: Activation) -> Mapping[str, str]:
     """Checksums of what the engine holds: its own, which take long, until its receiver's have once been the same; and
     again whenever the model loads. A copy writes the same tensors again."""
-    staging, told = update.staging, activation.checksums if activation else {}
-    if told and staging and staging.trusted and activation and activation.how == "copied":
+    staging, told = update.staging, activation.checksums
+    if told and staging and staging.trusted and activation.how == "copied":
         return told
     held = await engine.checksums()
     if staging:

@@ -39,13 +39,6 @@ def device_of(model: Any) -> torch.device:
     return next(parameters()).device if parameters else torch.device("cpu")
 
 
-def prepare(device: torch.device) -> None:
-    """Builds the kernels, which takes a second or two."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: Triton builds for the present one
-    compute.has_kernels(device)
-
-
 def _can(algorithm: str, device: torch.device) -> bool:
     return algorithm == SHA256 if device.type == "cpu" else algorithm == TILED and compute.has_kernels(device)
 

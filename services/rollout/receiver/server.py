@@ -165,9 +165,10 @@ class Receiver:
     def _warm(self, _request: dict[str, Any]) -> dict[str, Any]:
         """Answers when nothing has to be imported or built any more."""
         self._get_parts()
-        from services.rollout.receiver import held
+        from services.checksums import compute
+        from services.rollout.receiver.held import device_of
 
-        held.prepare(held.device_of(self._model))
+        compute.prepare(device_of(self._model))
         gc.freeze()  # flushing the cache collects garbage on a CPU, and would look through every module for 50 ms
         return {}
 
