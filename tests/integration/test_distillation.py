@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from services.console.core.history import load_history
+from tests.integration.embedded import write_sums
 from tests.support.engine import start_engine, write_checkpoint
 
 RUN = """\
@@ -55,8 +56,7 @@ def kept(folder: Path) -> list[list[dict]]:
 
 @pytest.mark.timeout(240)
 def test_a_teacher_that_comes_late_teaches_every_prompt(tmp_path, teacher):
-    lines = [json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(16)]
-    (tmp_path / "train.jsonl").write_text("".join(lines))
+    write_sums(tmp_path, 16)
     (tmp_path / "run.yaml").write_text(RUN + f"  opd_teacher_url: http://127.0.0.1:{teacher.port}\n")
     os.kill(teacher.process.pid, signal.SIGSTOP)
     command = [sys.executable, "-m", "services.console", "train", "run.yaml", "--run-id", "taught"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from services.console.core.history import load_history
+from tests.integration.embedded import write_sums
 from tests.support.engine import write_checkpoint
 
 RUN = """\
@@ -54,8 +55,7 @@ def rows(path: Path) -> list[dict]:
 
 def test_kept_groups_are_trained_in_place_of_generated_ones(tmp_path):
     write_checkpoint(tmp_path / "model")
-    lines = [json.dumps({"input": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(16)]
-    (tmp_path / "train.jsonl").write_text("".join(lines))
+    write_sums(tmp_path, 16)
     (tmp_path / "grader.py").write_text(GRADER)
     (tmp_path / "run.yaml").write_text(RUN)
     keep = ("--debug-rollout-only", "--save-debug-rollout-data", "kept", "--num-rollout", "4")

@@ -137,11 +137,7 @@ async def test_copies_that_do_not_hold_are_loaded_again(node):
 
 async def test_bytes_that_are_wrong_both_ways_are_never_served(node):
     node.engine.staging.copies = True
-
-    async def checksums():
-        return {"a": "old"}
-
-    node.engine.checksums = checksums
+    count_checksums(node.engine, {"a": "old"})
     with pytest.raises(ServiceError) as caught:
         await node.update("g")
     assert caught.value.reason == "CHECKSUM_MISMATCH"
